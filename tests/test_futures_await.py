@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from farcall import CallCancelledError
 from farcall.futures import DONE, Future
 from future_stage import Drivable, done
 
@@ -153,7 +154,7 @@ def test_many_awaits_of_one_future() -> None:
     assert asyncio.run(main()) == [1] * 10
 
 
-def test_a_cancelled_await_leaves_the_future_alone() -> None:
+def test_a_cancelled_await_cancels_the_future() -> None:
     future: Future[int] = Future()
 
     async def main() -> None:
@@ -161,16 +162,32 @@ def test_a_cancelled_await_leaves_the_future_alone() -> None:
             return await future
 
         task = asyncio.create_task(one())
+        other = asyncio.create_task(one())
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not future.done()
+        assert future.cancelled()
         assert not future._watchers
+        with pytest.raises(CallCancelledError):
+            await other
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_await_of_a_shielded_future_leaves_it_alone() -> None:
+    future: Future[int] = Future()
+
+    async def main() -> None:
+        async def one() -> int:
+            return await future
+
+        inner = asyncio.create_task(one())
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(one(), 0.001)
+            await asyncio.wait_for(asyncio.shield(inner), 0.001)
+        assert not future.done()
         future.set_result(2)
-        assert await future == 2
+        assert await inner == 2
 
     asyncio.run(main())
 

@@ -42,10 +42,12 @@ from farcall.backends.registry import (
     register_backend,
 )
 from farcall.collectives import _all_gather, _barrier, _wait_all_workers
+from farcall.deadlines import cancelled, deadline, detached, remaining
 from farcall.errors import (
     AlreadyInitializedError,
     AuthenticationError,
     BackendError,
+    CallCancelledError,
     ConnectionRefusedByPeer,
     DeviceError,
     EncryptionError,
@@ -75,6 +77,7 @@ from farcall.errors import (
 from farcall.functions import exposed
 from farcall.futures import Future, UnseenFailureWarning, _wait_all, collect_all, wait_all
 from farcall.groups import Group, group
+from farcall.interruption import interruptible
 from farcall.options import BackendOptions, CallOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from farcall.protocol import WorkerInfo
 from farcall.rref import RRef, Target
@@ -89,6 +92,7 @@ __all__ = [
     "BackendError",
     "BackendOptions",
     "BackendType",
+    "CallCancelledError",
     "CallOptions",
     "ClientCall",
     "ClientInterceptor",
@@ -143,8 +147,11 @@ __all__ = [
     "add_membership_callback",
     "backend_registered",
     "backend_registry",
+    "cancelled",
     "collect_all",
     "construct_rpc_backend_options",
+    "deadline",
+    "detached",
     "engines",
     "errors",
     "exposed",
@@ -156,10 +163,12 @@ __all__ = [
     "group",
     "init_backend",
     "init_rpc",
+    "interruptible",
     "is_available",
     "native_available",
     "references",
     "register_backend",
+    "remaining",
     "remote",
     "remove_interceptor",
     "remove_membership_callback",

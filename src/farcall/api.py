@@ -253,7 +253,13 @@ def rpc_sync(
     agent = current.sole
     if agent is None:
         agent = current_agent()
-    return agent.call(to, func, args, kwargs, timeout).wait()
+    future = agent.call(to, func, args, kwargs, timeout)
+    try:
+        return future.wait()
+    except BaseException:
+        future.cancel()  # if the wait was interrupted: nobody else knows this call
+        del future  # see `Future.value`. Not in a `finally`, which every call would pass
+        raise
 
 
 @overload
@@ -364,7 +370,8 @@ def remote(
         func: The function, class or other callable.
         args: The positional arguments, a tuple or a list; None means none.
         kwargs: The keyword arguments; None means none.
-        timeout: Ignored, because nothing waits here. Programs written for torch pass it.
+        timeout: After how many seconds without a result the function is cancelled, and every use of the reference
+            raises `RpcTimeoutError`. 0, and the default: no limit but that of a `deadline` block around the call.
 
     Returns:
         The reference. If the function raises, every use of the reference raises the same exception.
@@ -384,7 +391,11 @@ def remote(
     if agent is None:
         agent = current_agent()
     rref: RRef[Any] = _new_rref(RRef)
-    rref._handle = agent.remote(to, func, args, kwargs)
+    rref._handle = (
+        agent.remote(to, func, args, kwargs)
+        if timeout == UNSET_RPC_TIMEOUT
+        else agent.remote(to, func, args, kwargs, timeout)
+    )
     return rref
 
 

@@ -11,6 +11,7 @@
     │   └── SerializationError           (TypeError) an argument or result cannot be pickled
     ├── ExpelledError                    the group has declared this worker lost; it can join again
     ├── RpcTimeoutError                  (TimeoutError) the timeout of a call has expired
+    ├── CallCancelledError               (concurrent.futures.CancelledError) the call was cancelled
     ├── WorkerLostError                  (ConnectionError) the other worker died or cannot be reached
     │   └── OwnerLostError               ... and it owned the value of the reference that was used
     ├── ReferenceRefusedError            the owner does not have the value of a reference any more
@@ -32,6 +33,8 @@ Rules
 """
 
 from __future__ import annotations
+
+from concurrent.futures import CancelledError
 
 
 class RpcError(RuntimeError):
@@ -78,7 +81,27 @@ class ExpelledError(RpcError):
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
-    """The timeout of a call has expired. The function may still run on the callee; a late reply is discarded."""
+    """The timeout of a call has expired. The callee was told to stop; a late reply is discarded.
+
+    Args:
+        message: The text of the exception.
+        started: See the attribute.
+
+    Attributes:
+        started: Whether the function had begun to run at the callee. None if that is not known, for example because
+            the callee did not answer.
+    """
+
+    def __init__(self, message: str, started: bool | None = None) -> None:
+        super().__init__(message)
+        self.started = started
+
+
+class CallCancelledError(RpcError, CancelledError):
+    """The call that was waited for was cancelled: by `Future.cancel`, or with the code that it was made for.
+
+    Not an `asyncio.CancelledError`, which is for code that is itself cancelled.
+    """
 
 
 class WorkerLostError(RpcError, ConnectionError):

@@ -12,6 +12,9 @@ Rules
   them, so that none runs under a lock or in the middle of reading. A callback runs once, whatever the callbacks before
   it raise.
 - Chains of `then` of any length are walked up and down in loops, so they need no stack.
+- A callback runs in the scope (`deadlines`) in which it was added: calls that it makes inherit the same deadline.
+- A future is cancelled at once, and threads that wait for it get `CallCancelledError`. Code that waits and is itself
+  cancelled gets `asyncio.CancelledError` instead.
 - The reply of a call is unpickled by the thread that wants the value, not by the thread that read it (`Unloaded`).
 - A done callback that is added where an event loop runs is called in that loop, as asyncio's own waits expect.
 - A failure that nobody looked at before the future was dropped is reported once, as an `UnseenFailureWarning`. It
@@ -35,6 +38,8 @@ from time import monotonic
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
+from farcall.deadlines import Scope, find_scope, raise_if_cancelled, run_in_scope
+from farcall.errors import CallCancelledError
 from farcall.gate import FOREVER, Gate
 
 if TYPE_CHECKING:
@@ -181,9 +186,15 @@ class Future(Generic[T]):
 
         Raises:
             TimeoutError: The future is not complete after `timeout` seconds. The call itself continues.
+            CallCancelledError: The future was cancelled.
         """
         self._block_for(timeout)
-        return cast(BaseException, self._value) if self._load() == FAILED else None
+        if self._load() != FAILED:
+            return None
+        if type(self._value) is CallCancelledError:
+            raise_if_cancelled(self._value)
+            raise self._value
+        return cast(BaseException, self._value)
 
     def value(self) -> T:
         """Returns the result of a future that is complete. Does not wait.
@@ -197,6 +208,7 @@ class Future(Generic[T]):
         if not self._state:
             raise RuntimeError("the future is not done: call wait(), or ask done() first")
         if self._load() == FAILED:
+            raise_if_cancelled(self._value)
             try:
                 raise self._value  # what the function raised, or why the call failed
             finally:
@@ -242,9 +254,24 @@ class Future(Generic[T]):
             gate = Gate()
             self.watch(gate.open, waker=True, attended=True)
             if not self._state:
-                gate.sleep(deadline)
+                self._sleep(gate, deadline)
                 self.forget(gate.open)
         return self._state != PENDING
+
+    def _sleep(self, gate: Gate, deadline: float) -> None:
+        """Sleeps until the gate is opened. Raises if the scope of the code that waits is over, as `Scope.limit`."""
+        scope = find_scope()
+        if scope is None:
+            gate.sleep(deadline)
+            return
+        deadline = scope.limit_wait(deadline)
+        waker = scope.add_waker(gate.open)
+        try:
+            gate.sleep(deadline)
+        finally:
+            scope.discard(waker)
+        if not self._state:
+            scope.check()
 
     def drive_in_background(self) -> None:
         """Does nothing: as the source of a future of `then`, this future is watched already."""
@@ -269,17 +296,33 @@ class Future(Generic[T]):
                 if not waiter.done():  # cancelled meanwhile
                     waiter.set_result(None)
 
-            def wake(_: Future[T]) -> None:
+            def wake(_: object = None) -> None:
                 try:
                     loop.call_soon_threadsafe(go_on)
                 except RuntimeError:
                     pass  # the loop is closed: nobody awaits any more
 
+            scope = find_scope()
+            waker = timer = None
+            if scope is not None:
+                until = scope.limit_wait(FOREVER)
+                waker = scope.add_waker(wake)
+                if until != FOREVER:
+                    timer = loop.call_later(max(0.0, until - monotonic()), go_on)
             self.watch(wake, waker=True)
             try:
                 yield from waiter
+            except BaseException:  # the task was cancelled, or its coroutine was closed
+                self.cancel()
+                raise
             finally:
                 self.forget(wake)
+                if scope is not None and waker is not None:
+                    scope.discard(waker)
+                    if timer is not None:
+                        timer.cancel()
+            if scope is not None and not self._state:
+                scope.check()
         try:
             return self.value()
         finally:
@@ -299,7 +342,7 @@ class Future(Generic[T]):
         derived: Future[S] = Future()
         derived._source = self
         derived.made_by(sys._getframe(1))
-        self.watch(_Then(callback, derived), waker=False)
+        self.watch(_Then(callback, derived, find_scope()), waker=False)
         return derived
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
@@ -325,9 +368,48 @@ class Future(Generic[T]):
                     pass  # settled meanwhile: it runs
         return removed
 
+    def cancel(self) -> bool:
+        """Cancels the future, and with it the call that it is of: the callee is told to stop.
+
+        The future is cancelled at once, and does not wait for the callee. Cancelling what `then` gave cancels this
+        future too, and cancelling what `collect_all` gave cancels all of its futures. `set_result` and
+        `set_exception` of a cancelled future do nothing.
+
+        Returns:
+            True; False if the future is done already.
+        """
+        is_cancelled = self.cancel_alone()
+        future: Future[Any] | None = self if is_cancelled else None
+        while future is not None:  # in a loop: the chain may be long
+            source = future.cancel_source()
+            future = source if source is not None and source.cancel_alone() else None
+        return is_cancelled
+
+    def cancel_source(self) -> Future[Any] | None:
+        """Cancels what a future of `collect_all` waits for. Returns what a future of `then` is derived from."""
+        if isinstance(self._source, _All):
+            self._source.cancel()
+        return self._source if isinstance(self._source, Future) else None
+
+    def cancel_alone(self) -> bool:
+        """As `cancel`, without what this future is derived from."""
+        with _settling:
+            if self._state:
+                return False
+            self._value = CallCancelledError("the future was cancelled")
+            self._state = FAILED
+        run_callbacks(self, self.wake())
+        return True
+
     def cancelled(self) -> bool:
-        """Returns False: a call cannot be cancelled. `asyncio.wait` asks for this."""
-        return False
+        """Returns whether the future, or the call that it is of, was cancelled. False if it is not complete."""
+        if self._state == UNLOADED:
+            self._load_reply()
+        if self._state != FAILED or type(self._value) is not CallCancelledError:
+            return False
+        if self._report is not None:
+            self._report.seen = True  # the callee has cancelled it
+        return True
 
     @property
     def _condition(self) -> NoReturn:  # the first thing that concurrent.futures.wait and as_completed look for
@@ -402,6 +484,8 @@ class Future(Generic[T]):
         """
         with _settling:
             if self._state:
+                if self.cancelled():
+                    return  # the program that settles it need not know that nobody wants the result any more
                 raise RuntimeError(f"{self!r} has a result already; a future can be completed only once")
             if describe is not None:
                 self.report_unseen(describe)
@@ -480,11 +564,8 @@ class Future(Generic[T]):
         report = self._report = _FailureReport(describe)
         report.place = getattr(self, "_place", None)  # after that: see `made_by`
 
-    def _load(self) -> int:
-        """Unpickles the reply if that was not done yet, and marks a failure as seen.
-
-        Returns the state, `DONE` or `FAILED`; `PENDING` if the future is not complete.
-        """
+    def _load_reply(self) -> None:
+        """Unpickles the reply if there is one that was not unpickled yet."""
         reply = self._reply
         if reply is not None:
             with reply.lock:
@@ -492,6 +573,13 @@ class Future(Generic[T]):
                     state, self._value = reply.load()
                     self._state = state
                     self._reply = None
+
+    def _load(self) -> int:
+        """Unpickles the reply if that was not done yet, and marks a failure as seen.
+
+        Returns the state, `DONE` or `FAILED`; `PENDING` if the future is not complete.
+        """
+        self._load_reply()
         if self._report is not None:
             self._report.seen = True
         return self._state
@@ -511,11 +599,12 @@ class Future(Generic[T]):
 class _DoneCallback:
     """A user's callback, and the event loop in which it has to run; None for the thread that completes the future."""
 
-    __slots__ = ("_loop", "callback")
+    __slots__ = ("_loop", "_scope", "callback")
 
     def __init__(self, callback: Callable[[Any], object], loop: asyncio.AbstractEventLoop | None) -> None:
         self.callback = callback
         self._loop = loop
+        self._scope = find_scope()
 
     def __call__(self, future: Future[Any]) -> Followed | None:
         """Runs the callback, in its event loop if it has one. Returns what follows (see `Followed`), or None.
@@ -533,7 +622,10 @@ class _DoneCallback:
     def _run(self, future: Future[Any]) -> Followed | None:
         """Runs the callback and logs its exception. Returns what follows (see `Followed`), or None."""
         try:
-            self.callback(future)
+            if self._scope is None:
+                self.callback(future)
+            else:
+                run_in_scope(self._scope, self.callback, future)
         except BaseException as error:  # whatever it is: the callbacks behind it must run
             logger.exception("a callback of %r failed", future)
             interrupt = _meant_for_the_program(error, future)
@@ -556,6 +648,7 @@ class _Then:
 
     callback: Callable[[Any], Any]
     derived: Future[Any]
+    scope: Scope | None
 
     def __call__(self, future: Future[Any]) -> Followed | None:
         """Runs the user's callback, and completes the derived future with its outcome.
@@ -563,8 +656,10 @@ class _Then:
         Returns what follows, or None.
         """
         derived = self.derived
+        if derived.cancelled():
+            return None
         try:
-            result = self.callback(future)
+            result = self.callback(future) if self.scope is None else run_in_scope(self.scope, self.callback, future)
         except BaseException as error:
             interrupt = _meant_for_the_program(error, future)
             callbacks = None if derived._state else settle_failed(derived, error)
@@ -698,6 +793,17 @@ def _unseen(error: BaseException) -> str:
     return f"nobody looked at a future that failed with {type(error).__name__}: {error}"
 
 
+def wait_or_cancel(future: Future[T]) -> T:
+    """Returns the result of a call that only this thread knows: if the wait is interrupted, the call is cancelled."""
+    try:
+        return future.wait()
+    except BaseException:
+        future.cancel()
+        raise
+    finally:
+        del future  # see `Future.value`
+
+
 # -- Many futures at once
 
 
@@ -717,6 +823,10 @@ class _All:
         for each in self._futures:
             if each._source is not None:
                 each._source.drive_in_background()
+
+    def cancel(self) -> None:
+        for each in self._futures:
+            each.cancel()
 
 
 def _checked(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
@@ -816,7 +926,9 @@ def _wait_all() -> Iterator[None]:
         yield
     except Exception:
         for future in futures:
-            future.exception()  # is seen, though another error is raised
+            future.block(FOREVER)
+            if not future.cancelled():
+                future.exception()  # is seen, though another error is raised
         raise
     finally:
         if outer is None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 
 from farcall.current import current_reference_store
 from farcall.errors import OwnerLostError, ReferenceRefusedError, RpcTimeoutError, UsageError, WorkerLostError
-from farcall.futures import DONE, Future, awaited_together
+from farcall.futures import DONE, Future, awaited_together, wait_or_cancel
 from farcall.gate import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT, CallOptions, call_timeout
 from farcall.protocol.frames import METHOD, PRESENCE, TYPE, VALUE
@@ -549,7 +549,7 @@ def _call(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: 
     Raises what the method raises, `RpcTimeoutError`, `OwnerLostError`, `ReferenceRefusedError`, `UsageError`, and
     `AttributeError` if the value has no such method.
     """
-    return handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout).wait()
+    return wait_or_cancel(handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout))
 
 
 def _call_later(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:

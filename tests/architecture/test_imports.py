@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "farcall"
 
 BELOW_RUNTIME = {
-    "errors", "options", "protocol", "serialization", "transports", "rendezvous", "security", "gate", "futures",
-    "functions",
+    "errors", "options", "protocol", "serialization", "transports", "rendezvous", "security", "gate", "deadlines",
+    "futures", "functions",
 }  # fmt: skip
 BELOW_API = BELOW_RUNTIME | {"backends", "runtime"}
 
@@ -36,7 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transports": {"errors", "protocol", "gate", "_native"},
     "security": {"errors", "functions", "protocol"},
     "rendezvous": {"errors", "protocol", "security", "transports"},
-    "futures": {"errors", "gate"},
+    "deadlines": {"errors", "gate", "options"},
+    "interruption": {"deadlines"},
+    "futures": {"deadlines", "errors", "gate"},
     "functions": {"errors", "futures"},
     "launcher": {"errors"},
     "backends": BELOW_RUNTIME - {"serialization", "gate"} | {"runtime"},
@@ -50,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"errors", "backends", "functions", "futures", "options", "api"},
     # the edges: "farcall" is the package's own __init__, the public face
     "farcall": BELOW_API
-    | {"rref", "api", "workers", "groups", "engines", "collectives", "backend_registry", "_native"},
+    | {"rref", "api", "workers", "groups", "engines", "interruption", "collectives", "backend_registry", "_native"},
     "backend_registry": {"backends"},
     "__main__": {"cli"},
     "cli": BELOW_RUNTIME | {"api", "farcall", "launcher", "bench"},

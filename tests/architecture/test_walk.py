@@ -49,7 +49,7 @@ def measure(function):
     for _ in range(20):
         function()
     shortest = None
-    for _ in range(30):  # the machine may be busy: a thread that falls asleep on its way passes more code
+    for _ in range(200):  # the machine may be busy: a thread that falls asleep on its way passes more code
         rpc.rpc_sync("w0", trace_on)
         sys.setprofile(trace)
         function()

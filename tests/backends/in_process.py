@@ -72,7 +72,7 @@ class InProcessAgent(RpcAgent):
         self._jobs.put(lambda: run_here(function, args, kwargs).then(settle))
         return future
 
-    def remote(self, to: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    def remote(self, to: Any, function: Any, args: Any, kwargs: Any, timeout: float = -1.0) -> Any:
         if isinstance(self.reference_store, NoReferences):
             return super().remote(to, function, args, kwargs)
         assert isinstance(self.reference_store, InProcessReferences)

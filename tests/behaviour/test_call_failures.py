@@ -114,9 +114,7 @@ def test_unusual_exceptions_arrive_as_they_are(group: LocalGroup, error: BaseExc
 
 
 @pytest.mark.parametrize("function", [fail, fail_async], ids=["function", "coroutine"])
-@pytest.mark.parametrize(
-    "error", [SystemExit(3), KeyboardInterrupt("here"), GeneratorExit(), asyncio.CancelledError()], ids=repr
-)
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("here"), GeneratorExit()], ids=repr)
 def test_a_base_exception_is_raised_at_the_caller_and_ends_no_thread(
     group: LocalGroup, function: object, error: BaseException
 ) -> None:

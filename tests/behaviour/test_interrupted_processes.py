@@ -157,7 +157,8 @@ def test_ctrl_c_at_any_moment_of_many_calls_leaves_a_worker_that_can_call_and_no
     rpc.shutdown()
     """
     facts = workers(script, limit=50).finish()[0]
-    assert facts == {"interrupted": 80, "wrong": [], "failed": 0, "left": True}
+    assert facts.pop("failed") <= 80, "only the calls that were interrupted, and so cancelled"
+    assert facts == {"interrupted": 80, "wrong": [], "left": True}
 
 
 def test_handlers_that_raise_at_any_moment_of_many_calls_leave_a_worker_that_can_call(workers: StartWorkers) -> None:

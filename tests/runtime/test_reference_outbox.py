@@ -14,6 +14,7 @@ from farcall.errors import ProtocolError, WorkerLostError
 from farcall.protocol.frames import CONTROL, HEADER_SIZE, REFERENCES, pack_request, unpack_header
 from farcall.protocol.ids import TOKEN_SIZE, ForkId, RRefId
 from farcall.protocol.reference_messages import (
+    CancelCreate,
     Carried,
     ChildAccepted,
     ForkAccepted,
@@ -34,7 +35,7 @@ from farcall.runtime.reference_outbox import (
 
 PEER = 7
 REFERENCE = RRefId(0, 1, 1, bytes(range(TOKEN_SIZE)))
-TYPES = [ForkRequest, ForkAccepted, ForkRefused, ChildAccepted, UserDeleted]
+TYPES = [ForkRequest, ForkAccepted, ForkRefused, ChildAccepted, UserDeleted, CancelCreate]
 DELETED = UserDeleted(REFERENCE, ForkId(1, 1))
 ACCEPTED = ForkAccepted(REFERENCE, ForkId(2, 1))
 REQUEST = ForkRequest(REFERENCE, ForkId(3, 1))

@@ -14,6 +14,10 @@ FAIR: Final = frozenset({"WorkerLostError", "OwnerLostError", "ReferenceRefusedE
 FAREWELL: Final = frozenset({"NotInitializedError", "RpcError"})
 """... and one that a worker makes which is about to be gone: it left while a function still ran there for others."""
 EXPELLED: Final = frozenset({"ExpelledError"})
+CANCELLED: Final = frozenset({"CallCancelledError", "CancelledError", "RpcTimeoutError"})
+"""... and one that is made to be cancelled."""
+NESTED: Final = frozenset({"CallCancelledError", "CancelledError"})
+"""... and one that a function makes for a worker that is lost meanwhile, or whose connection is."""
 
 
 class Verdict(NamedTuple):
@@ -33,6 +37,7 @@ def judge(children: Iterable[Child], excused: set[tuple[str, int]]) -> Verdict:
     ran: Counter[str] = Counter()
     for child in children:
         open_calls: set[str] = set()
+        running: set[str] = set()
         for words in _notes(child):
             match words:
                 case ["call", call_id]:
@@ -42,12 +47,20 @@ def judge(children: Iterable[Child], excused: set[tuple[str, int]]) -> Verdict:
                     _count(verdict, child, call_id, outcome, " ".join(text), names, frozen - {child.name})
                 case ["ran", call_id]:
                     ran[call_id] += 1
+                case ["began", call_id]:
+                    running.add(call_id)
+                case ["stopped", call_id]:
+                    running.discard(call_id)
+                case ["hung", call_id]:
+                    verdict.findings.append(f"{child} went on with call {call_id}, which nobody waited for")
                 case ["lost", name, number]:
                     # Who was frozen itself cannot know who has left meanwhile, and why.
                     if (name, int(number)) not in excused and child.fate != "frozen":
                         verdict.findings.append(f"{child} took {name} (number {number}) for dead, who was not")
         if open_calls and child.fate != "killed":
             verdict.findings.append(f"{child}: calls that never ended: {sorted(open_calls)[:5]}")
+        if running and child.fate != "killed":
+            verdict.findings.append(f"{child}: functions that never ended: {sorted(running)[:5]}")
         verdict.calls["of workers that were killed"] += len(open_calls)
         if "Traceback" in child.last_words() and child.fate != "killed":
             verdict.findings.append(f"{child} wrote a traceback: {child.last_words()}")
@@ -63,6 +76,9 @@ def _count(
     verdict.calls["ended"] += 1
     if outcome == "right":
         verdict.calls["with their own result"] += 1
+        return
+    if outcome in {"c": CANCELLED, "i": NESTED}.get(call_id[-1], frozenset()):
+        verdict.calls["cancelled"] += 1
         return
     if outcome == "wrong":
         verdict.findings.append(f"call {call_id} of {child} got what was not its own: {text}")

@@ -9,6 +9,11 @@ What it writes down goes into a file, a line at once, so that it survives a SIGK
     end <id> wrong <what>         ... with something else
     end <id> <error> <text>       ... with an error
     ran <id>                      the function of a call has run here
+    began <id>                    ... one that runs until it is cancelled
+    stopped <id>                  ... which has come to its end
+    hung <id>                     ... which was not cancelled in time
+
+The id of a call that is made to be cancelled ends with c, that of one which a function makes for another worker with i.
     lost <name> <number>          this worker was told that another one was lost
 """
 
@@ -26,6 +31,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import monotonic, sleep
 from typing import Any, Final
 from zlib import crc32
 
@@ -37,6 +43,8 @@ from farcall.runtime.agent import Agent
 CALL_TIMEOUT: Final = 20.0
 """Seconds. Far beyond what a call can take with all that happens here: who hears of this has found a call that hung."""
 LEAVE_TIMEOUT: Final = 20.0
+STEP: Final = 0.002
+"""Seconds. How often a function that runs until it is cancelled looks whether it is."""
 PAUSE: Final = 0.01
 THREADS: Final = 2
 _LARGE: Final = 100_000
@@ -72,9 +80,9 @@ class Scene:
         self.kept.clear()
         gc.collect()  # errors hold the frames that they went through, and those hold what they had in hand
 
-    def begin(self) -> str:
-        """The id of a call that is about to be made."""
-        call_id = f"{self.token}.{next(self._numbers)}"
+    def begin(self, mark: str = "") -> str:
+        """The id of a call that is about to be made. `mark` is its last letter: see the top of this module."""
+        call_id = f"{self.token}.{next(self._numbers)}{mark}"
         self.note("call", call_id)
         return call_id
 
@@ -86,9 +94,9 @@ class Scene:
         """That call has ended with an error."""
         self.note("end", call_id, type(error).__name__, error)
 
-    def attempt(self, call: Callable[[str], tuple[object, object]]) -> None:
+    def attempt(self, call: Callable[[str], tuple[object, object]], mark: str = "") -> None:
         """Makes a call, which gives what came and what should have, and writes down what became of it."""
-        call_id = self.begin()
+        call_id = self.begin(mark)
         try:
             found, expected = call(call_id)
         except BaseException as error:
@@ -98,7 +106,10 @@ class Scene:
 
     def _work(self, number: int) -> None:
         chance = random.Random(self._seed * 1000 + number)
-        acts = (self._call, self._call, self._call_many, self._call_through, self._refer, self._share, self._lend)
+        acts = (
+            self._call, self._call, self._call_many, self._call_through, self._refer, self._share, self._lend,
+            self._cancel, self._time_out, self._abandon,
+        )  # fmt: skip
         while not self.resting.wait(PAUSE * chance.random()):
             try:
                 chance.choice(acts)(chance)
@@ -185,6 +196,38 @@ class Scene:
 
         self.attempt(call)
 
+    def _cancel(self, chance: random.Random) -> None:
+        call_id = self.begin("c")
+        try:
+            future = rpc.rpc_async(_somebody(chance), dwell, args=(call_id, _hops(chance)), timeout=CALL_TIMEOUT)
+            self.resting.wait(0.02 * chance.random())
+            for _ in range(chance.choice((1, 1, 2))):
+                future.cancel()
+            self.ended(call_id, future.wait(), "an error")
+        except Exception as error:
+            self.failed(call_id, error)
+
+    def _time_out(self, chance: random.Random) -> None:
+        to, seconds = _somebody(chance), 0.005 + 0.02 * chance.random()
+        self.attempt(
+            lambda call_id: (rpc.rpc_sync(to, dwell, args=(call_id, _hops(chance)), timeout=seconds), "an error"), "c"
+        )
+
+    def _abandon(self, chance: random.Random) -> None:
+        """Leaves a `deadline` block by an exception, while a remote call runs that was made in it."""
+        to = _somebody(chance)
+
+        def call(call_id: str) -> tuple[Any, Any]:
+            try:
+                with rpc.deadline(CALL_TIMEOUT):
+                    reference = rpc.remote(to, dwell, args=(call_id, _hops(chance)))
+                    self.resting.wait(0.02 * chance.random())
+                    raise InterruptedError
+            except InterruptedError:
+                return reference.to_here(CALL_TIMEOUT), "an error"
+
+        self.attempt(call, "c")
+
 
 scene: Scene | None = None
 """Of this process."""
@@ -197,6 +240,10 @@ def _scene() -> Scene:
 
 def _somebody(chance: random.Random) -> rpc.WorkerInfo:
     return chance.choice(rpc.get_worker_infos())
+
+
+def _hops(chance: random.Random) -> list[str]:
+    return [_somebody(chance).name for _ in range(chance.randrange(4))]
 
 
 # What workers run for each other.
@@ -214,8 +261,29 @@ def serve(call_id: str, payload: bytes, hop: str | None = None) -> tuple[str, in
     if hop is not None:
         me.attempt(
             lambda inner: (rpc.rpc_sync(hop, serve, args=(inner, b""), timeout=CALL_TIMEOUT / 2), (inner, 0)),
+            "i",
         )
     return call_id, len(payload)
+
+
+def dwell(call_id: str, hops: list[str]) -> str:
+    """Runs until it is cancelled, at the end of a chain of calls to those workers."""
+    me = _scene()
+    me.note("ran", call_id)
+    me.note("began", call_id)
+    try:
+        if hops:
+            to, *rest = hops
+            me.attempt(lambda inner: (rpc.rpc_sync(to, dwell, args=(inner, rest)), "an error"), "c")
+        limit = monotonic() + 2 * CALL_TIMEOUT
+        while not rpc.cancelled():
+            if monotonic() > limit:
+                me.note("hung", call_id)
+                break
+            sleep(STEP)
+    finally:
+        me.note("stopped", call_id)
+    return "the result of a cancelled call"
 
 
 def make(call_id: str) -> list[str] | str:

@@ -365,11 +365,11 @@ STORE += _bugs(
 STORE += _bugs(
     OutboxSender,
     CallNotResent=(
-        "connection.send(with_call_id(unacked.frame, 0), list(unacked.buffers))",
+        "connection.send(pack_again(unacked.frame, unacked.seconds_left()), list(unacked.buffers))",
         "pass",
     ),
     CallResentToBeAnswered=(
-        "with_call_id(unacked.frame, 0)",
+        "pack_again(unacked.frame, unacked.seconds_left())",
         "unacked.frame",
     ),
     ReferencesNotResent=(

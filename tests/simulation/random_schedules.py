@@ -154,6 +154,8 @@ class RandomSchedule:
             return
         if dice < 0.55 and self.network.step("fetch", me, handle):
             return
+        if dice < 0.6 and self._cancel(me, handle):
+            return
         to = self._below(len(self.network.workers))
         more = [self._choose(list(worker.handles))] if self._random() < 0.2 else []
         if dice < 0.75:
@@ -162,6 +164,21 @@ class RandomSchedule:
             self._make_call("use", me, to, handle, *more)
         elif ends := [end.number for end in self.network.ends if end.me == me and not end.is_client]:
             self._make_call("return", me, self._choose(ends), handle, *more)
+
+    def _cancel(self, me: int, handle: int) -> bool:
+        """Cancels the remote call of a handle, perhaps twice, or a call that is under way. False if there is none."""
+        if self._random() < 0.6 and self.network.step("cancel", me, handle):
+            if self._random() < 0.3:
+                self.network.step("cancel", me, handle)
+            return True
+        calls = [
+            (end.number, call_id)
+            for end in self.network.ends
+            if end.me == me
+            for call_id, (number, _) in end.pending.items()
+            if not number
+        ]
+        return bool(calls) and self.network.step("giveup", me, *self._choose(calls))
 
     def _create(self, worker: SimulatedWorker) -> None:
         self._unmade -= 1

@@ -13,10 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from farcall.errors import OwnerLostError, ProtocolError, ReferenceRefusedError, WorkerLostError
+from farcall.errors import (
+    CallCancelledError,
+    OwnerLostError,
+    ProtocolError,
+    ReferenceRefusedError,
+    WorkerLostError,
+)
 from farcall.protocol.delivery import Delivery
 from farcall.protocol.frames import (
+    CANCEL,
     CONTROL,
+    FAILURE,
     HANDLE_SIZE,
     HAS_REFERENCES,
     HEADER_SIZE,
@@ -26,6 +34,8 @@ from farcall.protocol.frames import (
     RESULT,
     VALUE,
     pack_call,
+    pack_cancel,
+    pack_cancelled,
     pack_full_reply,
     pack_handle,
     pack_request,
@@ -210,6 +220,19 @@ class Invocation(NamedTuple):
         return self.subject is None or self.subject.done()
 
 
+class Creation:
+    """A remote call whose value is not there yet. See `reference_store.Creation`."""
+
+    def __init__(self, worker: SimulatedWorker, number: int) -> None:
+        self._worker = worker
+        self._number = number
+
+    def cancel(self) -> None:
+        """See `reference_store.Creation`. Two cancellations may arrive in one frame."""
+        if self._number in self._worker.invocations:
+            self._worker.stop(self._number)
+
+
 class SimulatedWorker:
     """One worker of a simulation. Its methods are what happens to it."""
 
@@ -363,8 +386,10 @@ class SimulatedWorker:
         if end is None:
             return False
         references = self.store.pass_on([self.handles[number] for number in numbers], to, end)
-        frame = pack_request(0, _USE if is_brief else _HOLD, b"", 0, b"", references, b"")
-        self.drafts[self._next_number()] = Draft(end, frame, None)
+        draft = call_id = self._next_number()
+        end.pending[call_id] = 0, None
+        frame = pack_request(call_id, _USE if is_brief else _HOLD, b"", 0, b"", references, b"")
+        self.drafts[draft] = Draft(end, frame, None)
         return True
 
     def return_handles(self, end: End, numbers: Sequence[int]) -> None:
@@ -382,6 +407,27 @@ class SimulatedWorker:
         end.pending[call_id] = 0, handle
         end.send(pack_call(call_id, VALUE + _packed(handle), b"", 0.0))
         return True
+
+    def cancel(self, number: int) -> None:
+        """The program cancels the remote call by which it got a handle, perhaps not for the first time."""
+        handle = self.handles[number]
+        assert handle.fork is not None
+        self.store.cancel_remote(handle.reference, handle.fork)
+
+    def give_up(self, end: End, call_id: int) -> None:
+        """The program cancels a call. See `ClientConnection.cancel`."""
+        del end.pending[call_id]
+        end.send(pack_cancel(call_id))
+
+    def stop(self, number: int) -> None:
+        """A request is cancelled before it has run. See `Invocation.cancel` and `ServerConnection`."""
+        end, call_id, _, _, _, kept = self.invocations.pop(number)
+        if kept is not None:
+            reference, value = kept
+            del self.store.creations[reference]
+            value.refuse(CallCancelledError)
+        if end is not None and call_id:
+            end.send(pack_cancelled(call_id, False))
 
     def drop(self, number: int) -> None:
         """The program lets go of a handle."""
@@ -420,10 +466,11 @@ class SimulatedWorker:
                 self._hold(handle)
         if kept is not None:
             reference, value = kept
+            del self.store.creations[reference]
             thing = Thing()
             self._things[reference] = weakref.ref(thing)
             value.give(thing)
-        if end is not None and call_id:
+        if end is not None and call_id and (kept is not None or subject is not None):  # else `return` answers
             end.send(pack_full_reply(RESULT, call_id, b"", b"", b"", is_kept=True))
         return True
 
@@ -449,6 +496,12 @@ class SimulatedWorker:
         if kind == CONTROL:
             self.store.receive_control(end.peer, frame[HEADER_SIZE:])
             return
+        if kind == CANCEL:
+            named = [n for n, each in self.invocations.items() if each.end is end and each.call_id == call_id]
+            for request in named:
+                if self.invocations[request].kept is None:
+                    self.stop(request)
+            return
         if kind == KEEP:
             reference, fork = unpack_handle(frame, at)
             number, carried, _ = unpack_references(frame, at + HANDLE_SIZE)
@@ -465,7 +518,7 @@ class SimulatedWorker:
             if received is None or kind == REFERENCES:
                 return
             handles = received
-        if kind == RESULT:
+        if kind in (RESULT, FAILURE):
             self._receive_reply(end, call_id, handles)
             return
         callee = frame[HEADER_SIZE:at]
@@ -480,7 +533,10 @@ class SimulatedWorker:
             self._hold(handle)
 
     def _invoke(self, invocation: Invocation) -> None:
-        self.invocations[self._next_number()] = invocation
+        number = self._next_number()
+        self.invocations[number] = invocation
+        if invocation.kept is not None:
+            self.store.creations[invocation.kept[0]] = Creation(self, number)
 
     def receive_forged(self, event: Event) -> None:
         """A dishonest worker sends that, numbered so that its honest messages are not taken for duplicates."""

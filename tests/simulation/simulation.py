@@ -9,6 +9,7 @@ that happens is a *step*, a word and numbers. Steps of the program of worker w, 
     return w e h ...  answers a call that came at end e of a link, with handles
     send w n          sends frame n, which one of these made    interrupt w n    ... or does not, because of Ctrl-C
     drop w h          lets go of handle h                       run w n          runs request n, and answers it
+    cancel w h        cancels the remote call that made h       giveup w e n     cancels call n, made at end e
 
 what worker w does by itself:
 
@@ -200,6 +201,22 @@ class SimulatedNetwork:
         if worker is None or handle not in worker.handles:
             return None
         worker.drop(handle)
+        return worker
+
+    def _cancel(self, me: Worker, handle: int) -> SimulatedWorker | None:
+        worker = self.living(me)
+        held = worker.handles.get(handle) if worker is not None else None
+        if worker is None or held is None or held.fork is None or held.reference.creator != me:
+            return None
+        worker.cancel(handle)
+        return worker
+
+    def _giveup(self, me: Worker, number: int, call_id: int) -> SimulatedWorker | None:
+        end = self.ends[number] if 0 <= number < len(self.ends) else None
+        worker = self.living(me)
+        if worker is None or end is None or end.me != me or end.pending.get(call_id, (1, None))[0]:
+            return None
+        worker.give_up(end, call_id)
         return worker
 
     def _run(self, me: Worker, number: int) -> SimulatedWorker | None:
@@ -458,7 +475,8 @@ def _dead_error(worker: Worker) -> WorkerLostError:
 _STEPS: dict[str | int, Callable[..., SimulatedWorker | None]] = {
     word: getattr(SimulatedNetwork, f"_{word}")
     for word in (
-        "make", "call", "on", "fetch", "pass", "use", "return", "send", "interrupt", "drop", "run",
+        "make", "call", "on", "fetch", "pass", "use", "return", "send", "interrupt", "drop", "run", "cancel",
+        "giveup",
         "work", "report", "connect", "fail", "retry",
         "deliver", "again", "discard", "close", "crash", "remove", "restart", "add",
         "illegal", "forge", "claim", "seek",

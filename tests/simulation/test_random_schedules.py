@@ -34,6 +34,7 @@ def test_everything_happens_in_some_schedule() -> None:
     words = {step[0] for seed in range(300) for step in RandomSchedule(seed).run().schedule}
     assert words == {
         "make", "call", "on", "fetch", "pass", "use", "return", "send", "interrupt", "drop", "run",
+            "cancel", "giveup",
         "work", "report", "connect", "fail", "retry",
         "deliver", "again", "discard", "close", "crash", "remove", "restart", "add",
         "illegal", "forge", "claim", "seek",

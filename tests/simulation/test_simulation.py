@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from farcall.protocol.ids import ForkId
+from farcall.protocol.reference_messages import CancelCreate
+from farcall.runtime.reference_outbox import pack_control
 from farcall.runtime.reference_store import ReferenceStore
 from simulation.forgeries import forgeries
 from simulation.invariants import (
@@ -57,6 +59,18 @@ class ReferencesUnderAnySchedule(RuleBasedStateMachine):
     @rule(worker=ANY)
     def make(self, worker: int) -> None:
         self.network.step("make", self.someone(worker))
+
+    @rule(worker=ANY, handle=ANY)
+    def cancel(self, worker: int, handle: int) -> None:
+        me = self.someone(worker)
+        self.network.step("cancel", me, self.handle_of(me, handle))
+
+    @rule(end=ANY, call=ANY)
+    def give_up(self, end: int, call: int) -> None:
+        ends = [each for each in self.network.ends if each.is_client and each.pending]
+        if ends:
+            chosen = self.choose(ends, end)
+            self.network.step("giveup", chosen.me, chosen.number, self.choose(chosen.pending, call))
 
     @rule(worker=ANY, owner=ANY)
     def call(self, worker: int, owner: int) -> None:
@@ -410,3 +424,100 @@ def test_promised_is_broken_by_a_network_that_never_comes_to_rest() -> None:
     again()
     with pytest.raises(BrokenInvariant, match="PROMISED: it never comes to rest: work 0 again and again"):
         network.rest()
+
+
+# Cancellation
+
+
+def remote_call(network: SimulatedNetwork) -> int:
+    """Worker 0 makes a remote call at worker 1, and sends it. Returns the number of the handle."""
+    assert network.step("call", 0, 1)
+    worker = network.workers[0]
+    assert network.step("send", 0, max(worker.drafts))
+    return max(worker.handles)
+
+
+def deliver_all(network: SimulatedNetwork) -> None:
+    while network.frames:
+        assert network.step("deliver", min(network.frames))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_remote_call_that_is_cancelled_does_not_run_and_its_reference_is_counted(times: int) -> None:
+    network = SimulatedNetwork(3)
+    handle = remote_call(network)
+    deliver_all(network)
+    assert network.workers[1].invocations
+    for _ in range(times):
+        assert network.step("cancel", 0, handle)
+    deliver_all(network)
+    assert not network.workers[1].invocations
+    assert not network.workers[1].store.creations
+    assert network.workers[0].handles[handle].confirmed
+    network.finish()
+
+
+def test_a_cancel_that_crosses_the_reply_changes_nothing() -> None:
+    network = SimulatedNetwork(3)
+    handle = remote_call(network)
+    deliver_all(network)
+    assert network.step("run", 1, min(network.workers[1].invocations))
+    assert network.step("cancel", 0, handle)
+    deliver_all(network)
+    assert network.workers[0].handles[handle].confirmed
+    network.finish()
+
+
+def test_a_cancel_during_a_reconnect_follows_its_remote_call() -> None:
+    network = SimulatedNetwork(3)
+    handle = remote_call(network)
+    lost = min(network.frames)
+    assert network.step("close", 0)
+    assert network.step("discard", lost)
+    assert network.step("cancel", 0, handle)
+    assert network.step("connect", 0, 1)
+    deliver_all(network)
+    assert not network.workers[1].invocations, "the call was sent again, and its cancellation after it"
+    network.finish()
+
+
+def test_two_cancels_that_follow_their_remote_call_in_one_frame_are_one() -> None:
+    network = SimulatedNetwork(2)
+    assert network.step("call", 0, 1)
+    handle = max(network.workers[0].handles)
+    assert network.step("close", 0)
+    for _ in range(2):
+        assert network.step("cancel", 0, handle)
+    assert network.step("send", 0, max(network.workers[0].drafts))
+    assert network.step("connect", 0, 1)
+    deliver_all(network)
+    assert not network.workers[1].invocations
+    assert not network.workers[1].store.creations
+    network.finish()
+
+
+def test_a_cancel_of_a_call_with_references_frees_them() -> None:
+    network = SimulatedNetwork(3)
+    assert network.step("make", 0)
+    worker = network.workers[0]
+    assert network.step("pass", 0, 1, max(worker.handles))
+    assert network.step("send", 0, max(worker.drafts))
+    end = next(end for end in network.ends if end.is_client)
+    assert network.step("giveup", 0, end.number, min(end.pending))
+    deliver_all(network)
+    assert not network.workers[1].handles
+    assert not network.workers[1].invocations
+    network.finish()
+
+
+def test_a_cancel_of_another_workers_remote_call_is_refused() -> None:
+    network = SimulatedNetwork(3)
+    handle = network.workers[0].handles[remote_call(network)]
+    deliver_all(network)
+    network.step("connect", 2, 1)
+    store = network.workers[1].store
+    store.refusals.is_strict = False
+    assert handle.fork is not None
+    store.receive_control(2, pack_control(0, [(1, CancelCreate(handle.reference, handle.fork))]))
+    assert network.workers[1].invocations
+    assert store.refusals.counts() == {2: 1}

@@ -16,6 +16,7 @@
  *                                      whether something can be read. One thread at a time.
  *     .is_readable() -> bool
  *     .unwatch()                       the leader does not read this ring (any more): its writer need not wake it
+ *     .wake()                          ends the wait of another thread, or the next wait: it returns early
  *     .hang_up()                       the other end is gone: waits return at once from now on
  *     .close()                         ends the waits of this process. The memory goes with the object.
  *     .frames_in, .frames_out, .bytes_in, .bytes_out
@@ -297,7 +298,7 @@ static PyObject *RingPair_wait(RingPair *self, PyObject *seconds)
     End *end = &self->end;
     uint64_t until;
     if (point_in_time(seconds, &until)) return NULL;
-    if (!spin_on_rings(&end, 1, end, self->hold_ns)) {
+    if (!atomic_exchange(&end->woken, 0) && !spin_on_rings(&end, 1, end, self->hold_ns)) {
         uint64_t spin_ns = self->spin_ns, frames_in = self->frames_in;
         int is_interrupted = 0;
         do {
@@ -306,6 +307,7 @@ static PyObject *RingPair_wait(RingPair *self, PyObject *seconds)
             Py_END_ALLOW_THREADS
             if (PyErr_CheckSignals()) return NULL;
             spin_ns = 0;
+            is_interrupted |= atomic_exchange(&end->woken, 0);
             is_interrupted |= self->frames_in != frames_in; /* a handler that ran after the spin has received frames */
         } while (!is_interrupted && !is_readable(end) && !atomic_load(&end->closed) && now_ns() < until);
     }
@@ -318,6 +320,12 @@ static PyObject *RingPair_unwatch(RingPair *self, PyObject *unused)
 {
     End *end = &self->end;
     announce_poller(&end, 1, POLLER_AWAKE);
+    Py_RETURN_NONE;
+}
+
+static PyObject *RingPair_wake(RingPair *self, PyObject *unused)
+{
+    wake_caller(&self->end);
     Py_RETURN_NONE;
 }
 
@@ -604,7 +612,8 @@ static PyMethodDef pair_methods[] = {
     METHOD(RingPair, send, METH_FASTCALL), METHOD(RingPair, send_internal, METH_FASTCALL),
     METHOD(RingPair, ask_for_room, METH_NOARGS), METHOD(RingPair, wait_for_room, METH_FASTCALL),
     METHOD(RingPair, receive, METH_NOARGS), METHOD(RingPair, wait, METH_O), METHOD(RingPair, is_readable, METH_NOARGS),
-    METHOD(RingPair, unwatch, METH_NOARGS), METHOD(RingPair, hang_up, METH_NOARGS), METHOD(RingPair, close, METH_NOARGS), {0}};
+    METHOD(RingPair, unwatch, METH_NOARGS), METHOD(RingPair, wake, METH_NOARGS), METHOD(RingPair, hang_up, METH_NOARGS),
+    METHOD(RingPair, close, METH_NOARGS), {0}};
 static PyGetSetDef pair_getters[] = {GETTER(frames_in), GETTER(frames_out), GETTER(bytes_in), GETTER(bytes_out), {0}};
 static PyMethodDef waiter_methods[] = {
     METHOD(Waiter, watch, METH_O), METHOD(Waiter, wait, METH_O), METHOD(Waiter, run, METH_FASTCALL),

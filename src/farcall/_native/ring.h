@@ -76,6 +76,7 @@ typedef struct {                         /* one process's end of a link; in priv
     int leader_event, standby_event;     /* the peer's eventfds, or -1 */
     int never_spins;                     /* the peer is in this process, or spinning is turned off */
     uint32_t futile_wakeups;             /* in a row, of callers that sleep on `in` */
+    _Atomic uint32_t woken;              /* a thread of this side ends the wait of another one, or the next wait */
     _Atomic uint32_t closed;             /* by this side, or the other end is gone: nobody sleeps any more */
 } End;
 
@@ -430,7 +431,7 @@ static int sleep_on_ring(End *end, uint64_t until)
         atomic_store(word, 1);
         atomic_thread_fence(memory_order_seq_cst);
         atomic_store_explicit(&caller_slept_at, time, memory_order_relaxed);
-        if (!is_readable(end) && !atomic_load(&end->closed)) {
+        if (!is_readable(end) && !atomic_load(&end->closed) && !atomic_load(&end->woken)) {
             count_sleep();
             is_woken = futex_sleep(word, earlier(until, time + MAX_SLEEP_NS));
             is_interrupted = !is_woken && errno == EINTR;
@@ -439,8 +440,16 @@ static int sleep_on_ring(End *end, uint64_t until)
         atomic_store(word, 0);
     }
     if (is_readable(end)) end->futile_wakeups = 0;
-    else if (is_woken) end->futile_wakeups++;
+    else if (is_woken && !atomic_load(&end->woken)) end->futile_wakeups++;
     return is_interrupted;
+}
+
+/* End the wait of a caller of this process; if there is none, the next one. */
+static void wake_caller(End *end)
+{
+    atomic_store(&end->woken, 1);
+    atomic_store(&end->in->reader_sleeps, 0);
+    futex_wake_all(&end->in->reader_sleeps);
 }
 
 /* End the waits of this process on this link, for good. */

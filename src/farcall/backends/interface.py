@@ -37,6 +37,7 @@ from time import monotonic
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypedDict
 
+from farcall.deadlines import find_scope
 from farcall.errors import BackendError, ForkedProcessError, RpcError, RpcTimeoutError, UsageError
 from farcall.functions import async_result
 from farcall.futures import Future
@@ -297,6 +298,11 @@ class PeerMetrics(TypedDict):
     """How many of `calls_made` are not done yet."""
     calls_served: int
     """Calls of the other worker that arrived here, including those on references. Requests of `remote` do not count."""
+    calls_expired: int
+    """Calls of the other worker that were not run here, because their time was over before a thread was free. Includes
+    requests of `remote`."""
+    calls_cancelled: int
+    """Calls of the other worker that were cancelled here before they were answered, whether they had started or not."""
     bytes_out: int
     """Bytes sent to the other worker, on all connections."""
     bytes_in: int
@@ -489,10 +495,13 @@ class RpcAgent(ABC):
         checked_function(function)
         if args is not None and not isinstance(args, tuple | list):
             raise bad_arguments(args)
-        if timeout == UNSET_RPC_TIMEOUT:
-            timeout = self.rpc_timeout
-        else:
+        if timeout != UNSET_RPC_TIMEOUT:
             check_timeout(timeout)
+        scope = find_scope()
+        if scope is not None:
+            timeout = scope.limit(timeout, self.rpc_timeout)
+        elif timeout == UNSET_RPC_TIMEOUT:
+            timeout = self.rpc_timeout
         began = monotonic()
         future = self.run_on(worker, function, tuple(args or ()), dict(kwargs or {}), timeout)
         if not isinstance(future, Future):
@@ -533,7 +542,12 @@ class RpcAgent(ABC):
         self.join(timeout=timeout)
 
     def remote(
-        self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float = UNSET_RPC_TIMEOUT,
     ) -> Handle:
         """Runs a function on a worker, which keeps the result. `farcall.remote` uses it.
 
@@ -544,6 +558,8 @@ class RpcAgent(ABC):
             function: The function.
             args: Its positional arguments, a tuple or a list; None for none.
             kwargs: Its keyword arguments; None for none.
+            timeout: Seconds within which the result must be there; 0 and `UNSET_RPC_TIMEOUT` mean no limit. Passed
+                only if the program gives one, so a subclass may do without.
 
         Returns:
             A handle of the result, without waiting for it.

@@ -16,10 +16,13 @@ Every frame begins with 16 bytes (little-endian); what follows depends on its ki
                (44), references, [annotations], pickled arguments
     RESULT     the result of a call: [references], [annotations], pickled result. With the flag IS_KEPT: the owner has
                the result of a KEEP, and sends it on request
-    FAILURE    a call failed: [annotations], encoded failure
+    FAILURE    a call failed: [annotations], encoded failure. With the flag IS_CANCELLED: the call was cancelled, or its
+               time was over; no contents. HAS_STARTED: its function had begun
     REFERENCES the references of a frame that was lost with its link: references
     CONTROL    messages about references (`reference_messages`)
     GOSSIP     messages about the group (`membership_messages`)
+    CANCEL     the caller does not want the reply to the CALL with this id any more. There is a reply all the same; it
+               may cross this frame. A KEEP is cancelled by a control message (`reference_messages`)
 
     references   HAS_REFERENCES: 8 number of the frame (`delivery`), 2 count, 44 each. A KEEP always has them; the count
                  may be 0
@@ -57,10 +60,13 @@ FAILURE: Final = 4
 REFERENCES: Final = 5
 CONTROL: Final = 6
 GOSSIP: Final = 7
+CANCEL: Final = 8
 
 HAS_REFERENCES: Final = 1
 HAS_ANNOTATIONS: Final = 2
 IS_KEPT: Final = 4
+IS_CANCELLED: Final = 8
+HAS_STARTED: Final = 16
 
 METHOD: Final = b"\1"
 VALUE: Final = b"\2"
@@ -88,6 +94,7 @@ _SECTION: Final = struct.Struct("<QH")
 SECTION_SIZE: Final = _SECTION.size
 """The bytes before the references of a frame: the number of the frame and the count."""
 _LENGTH: Final = struct.Struct("<I")
+_AGAIN: Final = struct.Struct("<IQ")
 _pack: Final = HEADER.pack
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
@@ -187,15 +194,22 @@ def pack_message(kind: int, payload: bytes) -> bytes:
     return _pack(kind, 0, 0, 0, 0) + payload
 
 
-def with_call_id(frame: bytes, call_id: int) -> bytes:
-    """Returns a copy of a frame with another call id.
+def pack_cancel(call_id: int) -> bytes:
+    """Returns a CANCEL frame for the call with that id."""
+    return _pack(CANCEL, 0, 0, 0, call_id)
 
-    Used for a KEEP that is sent again on a new connection, where its old id could be that of another call.
 
-    Raises:
-        OverflowError: `call_id` is negative or does not fit into 8 bytes.
+def pack_cancelled(call_id: int, has_started: bool) -> bytes:
+    """Returns the reply to a call that was cancelled or is too late: a FAILURE with the flag IS_CANCELLED."""
+    return _pack(FAILURE, IS_CANCELLED | (HAS_STARTED * has_started), 0, 0, call_id)
+
+
+def pack_again(frame: bytes, seconds: float) -> bytes:
+    """Returns a copy of a KEEP frame without a call id, to be sent again on a new connection.
+
+    There, its old id could be that of another call. `seconds` is the time that is left now; 0 for no limit.
     """
-    return frame[:8] + call_id.to_bytes(8, "little") + frame[16:]
+    return frame[:4] + _AGAIN.pack(milliseconds_left(seconds), 0) + frame[HEADER_SIZE:]
 
 
 def pack_handle(reference: RRefId, fork: ForkId) -> bytes:

@@ -63,7 +63,20 @@ class UserDeleted(NamedTuple):
     fork: ForkId
 
 
-Message: TypeAlias = CreateRequest | ForkRequest | ForkAccepted | ForkRefused | ChildAccepted | UserDeleted
+class CancelCreate(NamedTuple):
+    """Creator to owner: nobody wants the value of this remote call any more. Changes no count.
+
+    The owner stops the function if it still runs, and an error takes the place of the value. The reference lives on:
+    every use of it raises that error.
+    """
+
+    reference: RRefId
+    fork: ForkId
+
+
+Message: TypeAlias = (
+    CreateRequest | ForkRequest | ForkAccepted | ForkRefused | ChildAccepted | UserDeleted | CancelCreate
+)
 
 
 class Carried(NamedTuple):

@@ -86,6 +86,7 @@ class TensorPipeAgent(Agent):
     """
 
     function_runner = staticmethod(runner_of)
+    honours_deadlines = False  # as in torch: a timeout ends the wait, a started call runs to its end
 
     def __init__(
         self,

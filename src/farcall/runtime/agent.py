@@ -17,7 +17,7 @@ from farcall.backends.interface import Key, MembershipChange, Metrics, RpcAgent,
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.futures import Future
 from farcall.gate import FOREVER
-from farcall.options import RpcBackendOptions
+from farcall.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import Worker, WorkerInfo
 from farcall.protocol.refcount import ReferenceCounts
 from farcall.rendezvous.store import CLOSE_TIMEOUT_S as STORE_TIMEOUT_S
@@ -82,6 +82,8 @@ class Agent(RpcAgent):
     """For a subclass: the function `WorkerParts.failure_to_send`; None for none."""
     function_runner: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     """For a subclass: the function `WorkerParts.function_runner`; None for none."""
+    honours_deadlines: bool = True
+    """For a subclass: the flag `WorkerParts.honours_deadlines`."""
 
     def __init__(
         self,
@@ -173,6 +175,7 @@ class Agent(RpcAgent):
                 limits=(options.max_head_size, options.max_message_size),
                 failure_to_send=self.failure_to_send,
                 function_runner=self.function_runner,
+                honours_deadlines=self.honours_deadlines,
             )
             self.calling = Caller(parts, self.info, self._peers, options.rpc_timeout, self.submit_own_call)
             self.reference_store.calling = self.calling
@@ -448,7 +451,12 @@ class Agent(RpcAgent):
         return self.calling.call(worker, function, args, kwargs, timeout, unattended=True)
 
     def remote(
-        self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float = UNSET_RPC_TIMEOUT,
     ) -> Handle:
         """Makes a worker run a function and keep the result. Returns a handle of the result without waiting for it.
 
@@ -460,6 +468,7 @@ class Agent(RpcAgent):
             function: The function.
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
+            timeout: After how many seconds without a result the function is cancelled; 0 for no limit.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
@@ -468,7 +477,7 @@ class Agent(RpcAgent):
             WorkerLostError: The worker has left, was lost, or cannot be reached.
             RpcError: This worker was shut down or expelled.
         """
-        return self.calling.remote(to, function, args, kwargs)
+        return self.calling.remote(to, function, args, kwargs, timeout)
 
     def submit_own_call(self, callee: bytes, job: Job) -> None:
         """Queues a call that this worker has made to itself with `remote`. No message is sent. A subclass may delay it.

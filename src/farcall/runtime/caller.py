@@ -5,19 +5,22 @@ Rules
 - A frame with references gets its number when it is created. If the thread is interrupted before the frame is sent, the
   connection is closed, and everything unacknowledged is sent again on the next connection.
 - A reference is kept until its owner has answered all calls on it, even if the program drops it before.
+- A call belongs to the scope in which it is made (`deadlines`): it ends no later than the scope, and is cancelled with
+  it. It is added to the scope after it was sent, so that its cancellation follows its request.
 - A remote call is a call whose result is kept at the callee. Its reply says that the owner has received the call, and
-  contains the value if that is small and immutable.
+  contains the value if that is small and immutable. Nobody waits for it, so the default timeout does not apply to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from farcall.backends.interface import To, bad_arguments, check_timeout, checked_function, worker_key
+from farcall.deadlines import Scope
 from farcall.errors import OwnerLostError, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
-from farcall.futures import DONE, FAILED, Future
+from farcall.futures import DONE, FAILED, Future, wait_or_cancel
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.frames import (
     MAX_CALLEE_BYTES,
@@ -29,7 +32,7 @@ from farcall.protocol.frames import (
     pack_request,
 )
 from farcall.protocol.ids import ForkId, WorkerInfo
-from farcall.runtime.calls import KEPT, PendingCall, timeout_error
+from farcall.runtime.calls import KEPT, KeptCreation, PendingCall, timeout_error
 from farcall.runtime.client import ClientConnection
 from farcall.runtime.cluster import PeerTable
 from farcall.runtime.executor import Job
@@ -52,6 +55,17 @@ from farcall.transports.base import FOREVER
 Callee = Callable[..., Any] | str
 """A function, or the name of a method. Used in error messages."""
 _SMALL_CALLEE_BYTES: Final = 400
+
+
+class _RemoteCall(NamedTuple):
+    """What is sent with a remote call."""
+
+    function: Callee
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+    annotations: Mapping[str, bytes]
+    seconds: float
+    """Within which the result must be there; 0 for no limit."""
 
 
 class Caller:
@@ -81,6 +95,7 @@ class Caller:
         self._peers = peers
         self._store = parts.store
         self._interceptors = parts.interceptors
+        self._current_scope = parts.current_scope
         self._submit_own_call = submit_own_call
 
     @property
@@ -127,7 +142,10 @@ class Caller:
             peer = None
         if peer is None or peers.closed is not None:
             peer = self._find(to)
-        if timeout == UNSET_RPC_TIMEOUT:
+        found, scope = self._current_scope(), None
+        if found is not None:
+            scope, timeout = found.find(), self.resolve_timeout(timeout)
+        elif timeout == UNSET_RPC_TIMEOUT:
             timeout = self.rpc_timeout
         else:
             check_timeout(timeout)
@@ -143,9 +161,16 @@ class Caller:
             if callee is None:
                 callee, function = b"", checked_function(function)
             future = self._call(peer, function, callee, args or (), kwargs, timeout)
+        if scope is not None:
+            scope.add_call(future)
         if unattended:
             future.connection.drive_in_background_later()
         return future
+
+    def _find_scope(self) -> Scope | None:
+        """Returns the scope to which a new call belongs; None if it belongs to none."""
+        found = self._current_scope()
+        return found.find() if found is not None else None
 
     def _call(
         self,
@@ -175,7 +200,8 @@ class Caller:
         if connection is None:
             began = monotonic()
             connection = self._connect(peer, function, timeout)
-            spent = monotonic() - began
+            if timeout:
+                spent = min(monotonic() - began, timeout - 1e-3)  # a call without any time left would have no limit
         self._check_size(connection, function, callee, len(handles), payload, buffers)
         if not handles and intercepted is None:
             return connection.call(function, callee, payload, buffers, timeout, spent)
@@ -185,7 +211,7 @@ class Caller:
             connection.intercepted[future.call_id] = intercepted
         try:
             references = self._store.pass_on(handles, peer.number, connection) if handles else b""
-            left = milliseconds_left(timeout - spent if timeout else 0.0)
+            left = milliseconds_left((timeout - spent) * connection.deadline_factor)
             frame = pack_request(future.call_id, callee, payload, left, b"", references, packed_annotations)
         except BaseException as error:
             connection.pending.pop(future.call_id, None)
@@ -240,6 +266,7 @@ class Caller:
         `handle` is None for a function. For a method, it is the handle of the value that has the method. The other
         arguments are those of `call`.
         """
+        scope = self._find_scope()
         call = ClientCall(
             peer.info, function, callable_name(function), tuple(args or ()), dict(kwargs or {}), timeout, False
         )
@@ -249,6 +276,8 @@ class Caller:
             future = self._call(peer, call.function, callee, call.args, call.kwargs, call.timeout, call)
             if handle is not None:
                 _keep_until_answered(future, handle)
+            if scope is not None:
+                scope.add_call(future)
             if unattended:
                 future.connection.drive_in_background_later()
             return future
@@ -316,6 +345,7 @@ class Caller:
         if self._peers.closed is not None:
             raise self._peers.closed
         timeout = self.resolve_timeout(timeout)
+        scope = self._find_scope()
         peer = self._owner_of(handle)
         if self._interceptors.client and what == METHOD:
             return self._call_intercepted(peer, method, handle, args, kwargs, timeout, unattended)
@@ -326,6 +356,8 @@ class Caller:
         else:
             future = self._call(peer, method, callee, args, kwargs, timeout)
         _keep_until_answered(future, handle)
+        if scope is not None:
+            scope.add_call(future)
         if unattended:
             future.connection.drive_in_background_later()
         return future
@@ -349,13 +381,16 @@ class Caller:
             if self._peers.closed is not None:
                 raise self._peers.closed
             seconds = self.resolve_timeout(timeout)
-            if not creation.block(monotonic() + seconds if seconds else FOREVER):
-                raise timeout_error(creation.connection.peer.name, "to_here", seconds)
+            deadline = monotonic() + seconds if seconds else FOREVER
+            if not creation.block(deadline):
+                raise timeout_error(creation.connection.peer.name, "to_here", seconds, None)
             handle.check()  # its owner may have been lost meanwhile
             outcome = _outcome_of(creation)
             if outcome is not KEPT:
                 return outcome
-        return self.call_on(handle, VALUE, "to_here", (), None, timeout).wait()
+            if seconds:
+                timeout = max(deadline - monotonic(), 1e-3)
+        return wait_or_cancel(self.call_on(handle, VALUE, "to_here", (), None, timeout))
 
     def _callee_on(self, handle: Handle, what: bytes, method: str) -> bytes:
         """Returns the encoded callee of a request about a reference. `method` is used only if `what` is METHOD."""
@@ -373,7 +408,12 @@ class Caller:
     # Remote calls
 
     def remote(
-        self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float = UNSET_RPC_TIMEOUT,
     ) -> Handle:
         """Makes a worker run a function and keep the result. Returns a handle of the result without waiting for it.
 
@@ -385,12 +425,14 @@ class Caller:
             function: The function.
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
+            timeout: The function is cancelled if there is no result within so many seconds; 0 and `UNSET_RPC_TIMEOUT`
+                for no limit but that of the scope.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
             UsageError: Another argument is not valid, or the call is too large for the other worker.
             SerializationError: An argument cannot be pickled.
-            RpcTimeoutError: The default timeout expired before the call was sent.
+            RpcTimeoutError: The timeout, or the default one, expired before the call was sent.
             WorkerLostError: The worker has left, was lost, or cannot be reached.
             RpcError: This worker was shut down or expelled.
         """
@@ -405,9 +447,16 @@ class Caller:
         callee = encode_function(function)
         if callee is None:
             callee, function = b"", checked_function(function)
-        return self._remote(peer, function, callee, args, kwargs, None)
+        return self._remote(peer, function, callee, args, kwargs, None, timeout)
 
-    def remote_on(self, handle: Handle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
+    def remote_on(
+        self,
+        handle: Handle,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Handle:
         """Makes the owner of a reference call a method of the value and keep the result.
 
         Returns a handle of the result. Does not wait for the result. An error of the method is raised when the returned
@@ -431,7 +480,7 @@ class Caller:
         if self._peers.closed is not None:
             raise self._peers.closed
         callee = self._callee_on(handle, METHOD, method)
-        return self._remote(self._owner_of(handle), method, callee, args, kwargs, handle)
+        return self._remote(self._owner_of(handle), method, callee, args, kwargs, handle, timeout)
 
     def _remote(
         self,
@@ -441,51 +490,48 @@ class Caller:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         keeps: Handle | None,
+        timeout: float,
     ) -> Handle:
         """Runs the client interceptors, if any, around a call of `remote`. Returns a handle of the result.
 
         `keeps` is the handle whose method is called; None for a function. It must not be released before the call has
         arrived.
         """
+        scope, seconds = self._find_scope(), self._limit(timeout, 0.0)
         interceptors = self._interceptors.client
         if not interceptors:
-            return self._send_remote(peer, function, callee, args or (), kwargs, keeps)
+            sent = _RemoteCall(function, args or (), kwargs, {}, seconds)
+            return self._send_remote(peer, callee, sent, keeps, scope)
         call = ClientCall(
-            peer.info, function, callable_name(function), tuple(args or ()), dict(kwargs or {}), self.rpc_timeout, True
+            peer.info, function, callable_name(function), tuple(args or ()), dict(kwargs or {}), seconds, True
         )
 
         def send(call: ClientCall) -> Handle:
-            callee = self._callee_of(call, keeps)
-            return self._send_remote(peer, call.function, callee, call.args, call.kwargs, keeps, call)
+            sent = _RemoteCall(call.function, call.args, call.kwargs, call.annotations, call.timeout)
+            return self._send_remote(peer, self._callee_of(call, keeps), sent, keeps, scope)
 
         return run_client_interceptors(interceptors, call, send)  # type: ignore[no-any-return]
 
     def _send_remote(
-        self,
-        peer: Peer,
-        function: Callee,
-        callee: bytes,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        keeps: Handle | None,
-        intercepted: ClientCall | None = None,
+        self, peer: Peer, callee: bytes, call: _RemoteCall, keeps: Handle | None, scope: Scope | None
     ) -> Handle:
         """Sends a call of `remote`, and returns a handle of the result.
 
-        Runs a call to this worker without sending it. `intercepted` is the call as interceptors see it, which has the
-        annotations, and the timeout of connecting and sending; None without interceptors.
+        Runs a call to this worker without sending it.
         """
-        annotations = intercepted.annotations if intercepted is not None else {}
-        timeout = intercepted.timeout if intercepted is not None else self.rpc_timeout
+        function, args, kwargs, annotations, seconds = call
+        deadline = monotonic() + seconds if seconds else FOREVER
         payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
         store = self._store
         if peer.number == store.me:
-            return self._remote_here(callee, payload, buffers, handles, keeps, annotations)
-        deadline = monotonic() + timeout if timeout else FOREVER
-        connection = peer.connection or self._connect(peer, function, timeout)
+            invocation = self._remote_here(callee, payload, buffers, handles, deadline)
+            return self._run_here(invocation, callee, handles, annotations, keeps, scope)
+        left = seconds or self.rpc_timeout
+        connection = peer.connection or self._connect(peer, function, left)
         self._check_size(connection, function, callee, len(handles) + 1, payload, buffers)
         packed_annotations = pack_annotations(annotations)
-        unacked = UnackedKeep(connection, keeps)
+        send_until = monotonic() + left if left else FOREVER
+        unacked = UnackedKeep(connection, keeps, deadline)
         future = connection.new_kept_call(function)
         try:
             handle, future.number = store.create_remote(
@@ -493,7 +539,7 @@ class Caller:
             )
             handle.creation = future
             if buffers:
-                unacked.buffers = connection.send_kept(unacked.frame, buffers, deadline)
+                unacked.buffers = connection.send_kept(unacked.frame, buffers, send_until)
             else:
                 unacked.buffers = ()
                 connection.send_call(future, unacked.frame, [])
@@ -509,28 +555,37 @@ class Caller:
             store.resend(peer.number)
         connection.drive_in_background_later()
         handle.made = place_of_caller(store.record_stacks, 3)
+        if scope is not None:
+            scope.add(KeptCreation(store, future, handle.reference, unacked.fork))
         return handle
 
     def _remote_here(
-        self,
-        callee: bytes,
-        payload: bytes,
-        buffers: list[memoryview],
-        handles: list[Handle],
-        keeps: Handle | None,
-        annotations: Mapping[str, bytes],
-    ) -> Handle:
-        """Queues a call of `remote` of this worker to itself. Returns a handle of the result. Nothing is sent.
+        self, callee: bytes, payload: bytes, buffers: list[memoryview], handles: list[Handle], deadline: float
+    ) -> Invocation:
+        """Returns the invocation of a call of `remote` of this worker to itself. Nothing is sent.
 
         The arguments are pickled all the same, so that the function gets copies.
         """
         check_usable(handles, self._store)
         copies = [memoryview(bytearray(buffer)) for buffer in buffers]  # the program may change its buffers
+        return Invocation(self._parts, None, 0, callee, payload, copies, deadline)
+
+    def _run_here(
+        self,
+        invocation: Invocation,
+        callee: bytes,
+        handles: list[Handle],
+        annotations: Mapping[str, bytes],
+        keeps: Handle | None,
+        scope: Scope | None,
+    ) -> Handle:
+        """Has this worker run a request of its own. Returns a handle of the result."""
         value = Value()
         handle = self._store.own_later(value)
-        invocation = Invocation(self._parts, None, 0, callee, payload, copies)
-        invocation.attach(handles, dict(annotations), value, keeps)
+        invocation.attach(handles, dict(annotations), value, handle.reference, keeps)
         self._submit_own_call(callee, invocation)
+        if scope is not None:
+            scope.add(invocation)
         return handle
 
     # Shared by all kinds of calls
@@ -575,11 +630,18 @@ class Caller:
 
         Raises:
             UsageError: `timeout` is not a valid timeout, such as a negative number.
+            CancelledError, RpcTimeoutError: The scope of the code that calls is over. See `Scope.limit`.
         """
-        if timeout == UNSET_RPC_TIMEOUT:
-            return self.rpc_timeout
-        check_timeout(timeout)
-        return timeout
+        return self._limit(timeout, self.rpc_timeout)
+
+    def _limit(self, timeout: float, default: float) -> float:
+        """As `resolve_timeout`, with another default timeout; 0 for none."""
+        if timeout != UNSET_RPC_TIMEOUT:
+            check_timeout(timeout)
+        scope = self._find_scope()
+        if scope is not None:
+            return scope.limit(timeout, default)
+        return timeout if timeout != UNSET_RPC_TIMEOUT else default
 
     def _connect(self, peer: Peer, function: Callee, timeout: float) -> ClientConnection:
         """Opens the connection to a worker and returns it. Waits at most `timeout` seconds; 0 for no limit of the call.
@@ -598,7 +660,8 @@ class Caller:
             if timeout and monotonic() >= began + timeout:
                 raise RpcTimeoutError(
                     f"RPC ran for more than set timeout: `{callable_name(function)}` was not sent within "
-                    f"{timeout:g} s: {error}"
+                    f"{timeout:g} s: {error}",
+                    False,
                 ) from None
             raise
 

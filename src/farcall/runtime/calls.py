@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
+from farcall.deadlines import raise_if_cancelled
 from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError, SerializationError, WorkerLostError
 from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future
 from farcall.protocol.frames import Bytes
@@ -24,7 +26,9 @@ from farcall.serialization import offering as offering_references
 from farcall.transports.base import FOREVER
 
 if TYPE_CHECKING:
+    from farcall.protocol.ids import ForkId, RRefId
     from farcall.runtime.client import ClientConnection
+    from farcall.runtime.reference_store import ReferenceStore
     from farcall.security.allowed import AllowList
 
 
@@ -83,11 +87,16 @@ class PendingCall(Future[Any]):
         if not self._state:  # another thread is closing the connection, and settles this future next
             self.block(FOREVER)
         if self._load() == FAILED:
+            raise_if_cancelled(self._value)
             try:
                 raise self._value  # what the function raised, or why the call failed
             finally:
                 del self  # see `Future.value`
         return self._value
+
+    def cancel_alone(self) -> bool:
+        """See `Future`. Sends the callee a CANCEL frame."""
+        return self.connection.cancel(self)
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
         """Raises `RuntimeError`, because only the reply or the end of the connection may settle a call."""
@@ -101,9 +110,12 @@ class PendingCall(Future[Any]):
         if self._report is not None:
             self._report.seen = True
 
-    def timeout_error(self) -> RpcTimeoutError:
-        """Returns the error with which this call fails when its deadline has passed."""
-        return timeout_error(self.connection.peer.name, self.function, self.timeout)
+    def timeout_error(self, started: bool | None) -> RpcTimeoutError:
+        """Returns the error with which this call fails when its deadline has passed.
+
+        `started` is whether the function had started; None if that is not known.
+        """
+        return timeout_error(self.connection.peer.name, self.function, self.timeout, started)
 
     def lost_error(self, reason: RpcError, advice: str) -> RpcError:
         """Returns the error with which this call fails when its connection has ended.
@@ -119,17 +131,26 @@ class PendingCall(Future[Any]):
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"
 
 
-def timeout_error(worker: str, function: Callable[..., Any] | str, seconds: float) -> RpcTimeoutError:
+def timeout_error(
+    worker: str, function: Callable[..., Any] | str, seconds: float, started: bool | None
+) -> RpcTimeoutError:
     """Returns the error of a call that was not answered in time.
 
     Args:
         worker: The name of the callee.
         function: The function or the name of the method, for the message.
         seconds: The timeout.
+        started: Whether the function had started; None if that is not known.
     """
+    state = {
+        True: "it had started there, and was told to stop",
+        False: "it had not started there, and was not run",
+        None: "it may still be running there",
+    }[started]
     return RpcTimeoutError(
         f"RPC ran for more than set timeout: worker {worker!r} did not answer `{callable_name(function)}` within "
-        f"{seconds:g} s; it may still be running there. Give the call a longer timeout, or 0 for none"
+        f"{seconds:g} s; {state}. Give the call a longer timeout, or 0 for none",
+        started,
     )
 
 
@@ -150,6 +171,38 @@ class KeptCall(PendingCall):
         super().__init__(connection, call_id, function, 0.0, FOREVER)
         self.number = 0
         """The number of the frame among those that need an acknowledgement. The reply acknowledges it."""
+
+    def cancel_alone(self) -> bool:
+        """False: others may wait for the value as well. See `KeptCreation`."""
+        return False
+
+
+class KeptCreation:
+    """A remote call as a member of a scope. Cancelling it stops the function; its value fails when the owner says so.
+
+    The call itself stays pending, because the reply acknowledges it.
+    """
+
+    __slots__ = ("_call", "_connection", "_fork", "_reference", "_store")
+
+    def __init__(self, store: ReferenceStore, call: KeptCall, reference: RRefId, fork: ForkId) -> None:
+        self._store = store
+        self._call = ref(call)
+        self._connection = call.connection
+        self._reference = reference
+        self._fork = fork
+
+    def done(self) -> bool:
+        """Returns whether the owner has replied. False if it is not known, because the connection was lost."""
+        if self._connection.is_lost():
+            return False
+        call = self._call()
+        return call is None or call.done()
+
+    def cancel(self) -> None:
+        """See `deadlines.Member`."""
+        if not self.done():
+            self._store.cancel_remote(self._reference, self._fork)
 
 
 class _Kept:

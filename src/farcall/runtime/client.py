@@ -19,6 +19,10 @@ Rules
 - If a signal handler raises while frames are being read, frames may be lost, so the connection is ended.
 - An exception from a signal handler never leaves the role taken. Python runs signal handlers only after calls, in loops
   and when a function begins. So the role is taken and released by statements without calls, at a `try` or `finally`.
+- A call whose deadline has passed is cancelled at the callee. It fails when the callee has said whether its function
+  had started, at most `EXPIRY_GRACE_S` later; until then it is in `_expiring`, not in `pending`. A result that comes
+  meanwhile is too late. (Without `honours_deadlines` the call fails at once, and the callee is not told.)
+- A thread that waits for a call and is itself cancelled is woken: the reader by `Link.wake`, others by their gates.
 - If a signal handler interrupts its own thread's wait on the link, and waits for a call, the handler reads the link.
 """
 
@@ -29,11 +33,13 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLostError
+from farcall.deadlines import NO_SCOPE, Scope, Waker, current_scope, grace_end
+from farcall.errors import CallCancelledError, ProtocolError, RpcError, UsageError, WorkerLostError
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.gate import Gate, asleep, blocking_thread
 from farcall.protocol.frames import (
@@ -42,10 +48,13 @@ from farcall.protocol.frames import (
     GOSSIP,
     HAS_ANNOTATIONS,
     HAS_REFERENCES,
+    HAS_STARTED,
     HEADER_SIZE,
+    IS_CANCELLED,
     IS_KEPT,
     RESULT,
     pack_call,
+    pack_cancel,
     unpack_annotations,
     unpack_header,
     unpack_references,
@@ -55,7 +64,7 @@ from farcall.runtime.calls import KEPT, KeptCall, PendingCall, Reply
 from farcall.runtime.executor import Task
 from farcall.runtime.interrupts import raise_deferred
 from farcall.runtime.parts import WorkerParts
-from farcall.serialization import ARRAYS_MARK, unpack_small_array
+from farcall.serialization import ARRAYS_MARK, callable_name, unpack_small_array
 from farcall.transports.base import FOREVER, Frame, Link
 
 if TYPE_CHECKING:
@@ -113,6 +122,8 @@ class ClientConnection:
         self._timers = parts.timers
         self._store = parts.store
         self._guard = parts.guard
+        self.deadline_factor = float(parts.honours_deadlines)
+        """1.0; 0.0 if callees are not told how much time is left."""
         self._on_gossip = on_gossip
         self._on_lost = on_lost
         self._ids = itertools.count(1)
@@ -121,12 +132,17 @@ class ClientConnection:
         self.calls_failed = 0
         """How many of `calls_made` have failed."""
         self._first_deadline = FOREVER  # not later than the deadline of any pending call
-        self._late: set[int] = set()  # calls that timed out: their replies may contain references that must be released
+        # Calls that timed out or were cancelled: their replies may contain references that must be released.
+        self._late: set[int] = set()
+        self._expiring: dict[
+            int, PendingCall
+        ] = {}  # calls that timed out, and whose callee was asked; not in `pending`
         self.intercepted: dict[int, ClientCall] = {}
         """Pending calls with interceptors, by call id. The annotations of the reply are stored in them."""
         self._role = {_ROLE: None}  # empty while a thread has the reader's role: `del` succeeds in one thread only
         self._reader = 0  # the ident of the thread that has the role; 0 for none
-        self._is_waiting = False  # the reader waits on the link, and has no unprocessed frames
+        # The call for which the reader waits on the link; None while it processes frames, and if there is no reader.
+        self._awaited: PendingCall | None = None
         self._sleepers: dict[Gate, None] = {}  # the gates of the threads that wait for replies
         self._successor: Gate | None = None  # the gate of the thread that was woken to read and does not run yet
         self._expects_acknowledgement = False  # of messages about references that were sent to the peer
@@ -173,7 +189,7 @@ class ClientConnection:
             self.calls_made += 1
             if deadline < self._first_deadline:
                 self._note_deadline(deadline)
-            frame = pack_call(call_id, callee, payload, timeout - spent if timeout else 0.0)
+            frame = pack_call(call_id, callee, payload, (timeout - spent) * self.deadline_factor)
             self.link.send(frame, buffers, deadline)
         except ConnectionError as error:
             self._lose_after_last_frames(f"sending to it failed: {error}")
@@ -300,22 +316,29 @@ class ClientConnection:
 
     # Waiting: the connection is the `futures.Source` of its futures
 
-    def wait(self, future: PendingCall, deadline: float) -> None:
+    def wait(
+        self, future: PendingCall, deadline: float, scope: Scope | None = None, waker: Waker | None = None
+    ) -> None:
         """Waits until a call is settled (done or failed), the deadline has passed, or the connection has ended.
 
         Reads the link if no other thread does. Runs the callbacks of the call if this thread has read its reply. If the
         call itself has timed out, it fails with `RpcTimeoutError`. Does not return or raise the outcome of the call.
 
         Args:
-            future: The future of a call on this connection.
-            deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
+            future: A call of this connection.
+            deadline: On the monotonic clock.
+            scope: The scope of the code that waits, if its end must end the wait. None to find out.
+            waker: The waker of this wait in that scope.
 
         Raises:
             UsageError: A signal handler or finalizer called this while its own thread was processing a reply.
             KeyboardInterrupt: Ctrl-C was pressed.
+            CancelledError, RpcTimeoutError: The scope of the code that waits is over. See `Scope.limit`.
         """
-        if future.deadline < deadline:
-            deadline = future.deadline
+        if scope is None and (found := current_scope.get()) is not None:
+            self._wait_in_scope(future, deadline, found.find() or NO_SCOPE)
+            return
+        until = deadline if deadline < future.deadline else future.deadline  # not min(), which is a call
         me = get_ident()
         is_nested = self._reader == me
         if is_nested:
@@ -326,26 +349,27 @@ class ClientConnection:
         try:
             while not future._state:
                 if is_nested:
-                    self._read_until(future, deadline)
-                    self._is_waiting = True  # the thread returns to the wait that was interrupted
+                    interrupted = self._awaited
+                    self._read_until(future, until, scope)
+                    self._awaited = interrupted  # the thread returns to the wait that was interrupted
                     break
                 try:
                     del self._role[_ROLE]
                 except KeyError:
-                    if not self._sleep(future, deadline):
+                    if not self._sleep(future, until, scope, waker):
                         break
                     continue
                 self._reader = me
                 try:
                     if self._is_watched:
                         self._unwatch()
-                    self._read_until(future, deadline)
+                    self._read_until(future, until, scope)
                 finally:
                     self._reader = 0
                     self._role[_ROLE] = None
                     if self._sleepers or self.pending or self._expects_acknowledgement or self._lost is not None:
                         self._after_reading()
-                if not future._state and (self._lost is not None or monotonic() >= deadline):
+                if not future._state and self._must_stop(until, scope):
                     break
         except BaseException:
             self._wait_interrupted(future)
@@ -353,21 +377,53 @@ class ClientConnection:
         finally:
             if before is not None and blocking_thread.after is not None:
                 blocking_thread.after()
-        if future.due is not None:
-            due, future.due = future.due, None
-            run_callbacks(future, due, waiting=True)
-        elif not future._state:
-            self._expire_if_late(future)
+        if not future._state or future.due is not None:
+            self._after_wait(future, deadline, scope, waker)
 
     drive = wait
     """See `futures.Source`."""
+
+    def _wait_in_scope(self, future: PendingCall, deadline: float, scope: Scope) -> None:
+        """As `wait`, in a scope. Raises if the scope is over before the future is settled."""
+        until = scope.limit_wait(deadline)
+        waker = scope.add_waker(partial(self._wake_reader_of, future))
+        try:
+            self.wait(future, until, scope, waker)
+            if not future.done() and until < deadline:
+                scope.check()
+        except BaseException:
+            self._wait_interrupted(future)
+            raise
+        finally:
+            scope.discard(waker)
+
+    def _must_stop(self, deadline: float, scope: Scope | None) -> bool:
+        """Returns whether a wait must end without a result."""
+        return self._lost is not None or monotonic() >= deadline or (scope is not None and scope.is_cancelled)
+
+    def _after_wait(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> None:
+        """Ends a wait: runs the callbacks of the future, or settles it if its deadline has passed.
+
+        Raises `CancelledError` if the scope of the code that waits is cancelled.
+        """
+        if future.due is not None:
+            due, future.due = future.due, None
+            run_callbacks(future, due, waiting=True)
+        elif not future.done():
+            if scope is not None and scope.is_cancelled:
+                scope.raise_over()
+            if self._lost is None and monotonic() < deadline:
+                if monotonic() >= future.deadline:
+                    self._expire(future)
+                # For the answer of the callee. The timers may have asked for it, and set a later deadline.
+                self.wait(future, deadline, scope, waker)
 
     def _check_nested_wait(self) -> None:
         """Raises `UsageError` if a signal handler or finalizer has interrupted this thread while it processed frames.
 
         Then the frames after the current one cannot be read. Does nothing if the thread was waiting on the link.
         """
-        if not self._is_waiting:
+        if self._awaited is None:
             raise UsageError(
                 "a signal handler or finalizer cannot wait for a call here: it interrupts its own thread in the middle "
                 "of reading a reply, which must go on first; use rpc_async in it"
@@ -382,51 +438,56 @@ class ClientConnection:
             due, future.due = future.due, None
             self._dispatch(future, due)
 
-    def _expire_if_late(self, future: PendingCall) -> None:
-        """Fails a call with `RpcTimeoutError` if its deadline has passed and the connection has not ended."""
-        if self._lost is None and monotonic() >= future.deadline:
-            self._expire(future)
-
-    def _read_until(self, future: PendingCall, deadline: float) -> None:
-        """Reads the link until a call is settled, the deadline has passed, or the connection has ended.
+    def _read_until(self, future: PendingCall, deadline: float, scope: Scope | None) -> None:
+        """Reads the link until a call is settled, the deadline has passed, or the connection or the scope has ended.
 
         The caller has the reader's role. `deadline` is a time of the monotonic clock; `FOREVER` for no limit.
         """
         wait, receive = self.link.wait, self.link.receive
         try:
-            while not future._state and self._lost is None:
+            self._awaited = future  # before each check: a thread that ends this wait looks at it afterwards
+            while not future._state and self._lost is None and (scope is None or not scope.is_cancelled):
                 left = None if deadline == FOREVER else deadline - monotonic()
                 if left is not None and left <= 0:
                     return
-                self._is_waiting = True
                 has_frames = wait(left)
-                self._is_waiting = False
+                self._awaited = None
                 if has_frames or self._has_hung_up:
                     self._complete(receive(), future)
                 else:
                     raise_deferred()
+                self._awaited = future
         except ConnectionError as error:
-            self._is_waiting = False
+            self._awaited = None
             self._link_failed(error)
         finally:
-            self._is_waiting = False
+            self._awaited = None
 
-    def _sleep(self, future: PendingCall, deadline: float) -> bool:
-        """Sleeps until a call is settled, this thread is woken to read the link, or the deadline has passed.
+    def _wake_reader_of(self, future: PendingCall) -> None:
+        """Ends the wait on the link if the reader waits for this call. Called after what must end the wait was set."""
+        if self._awaited is future:
+            self.link.wake()
 
-        Returns False if the deadline has passed and the call is not settled, else True. `deadline` is a time of the
-        monotonic clock; `FOREVER` for no limit.
+    def _sleep(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> bool:
+        """Sleeps until a call is settled, this thread is woken to read the link, or the wait must end.
+
+        Returns False if the call is not settled and the deadline has passed or the scope is over, else True. `deadline`
+        is a time of the monotonic clock; `FOREVER` for no limit.
         """
         gate = Gate()
         self._sleepers[gate] = None
         future.watch(gate.open, waker=True, attended=True)
         reads = False
+        if waker is not None:
+            wake_reader, waker.wake = waker.wake, gate.open
         try:
             # Check again: the reader may have stopped before it could see this gate.
-            if not future._state and not self._role and self._lost is None:
+            if not future._state and not self._role and not self._must_stop(deadline, scope):
                 gate.rest(deadline)
-            reads = not future._state and monotonic() < deadline
+            reads = not future._state and not self._must_stop(deadline, scope)
         finally:
+            if waker is not None:
+                waker.wake = wake_reader
             future.forget(gate.open)
             self._sleepers.pop(gate, None)
             if self._successor is gate:
@@ -529,8 +590,8 @@ class ClientConnection:
                     handles, begin = self._open_reply(flags, frame, call_id)
                 future = pending.pop(call_id, None)
                 if future is None:
-                    self._late.discard(call_id)
-                    continue  # the call has timed out
+                    self._receive_late(call_id, flags)
+                    continue
                 payload = frame[begin:]
                 if kind == RESULT and not payload and not flags and type(future) is PendingCall:
                     future.keeps = None
@@ -543,15 +604,21 @@ class ClientConnection:
                     else:
                         self._dispatch(future, callbacks)
                 future = None
-        except struct.error:
-            raise ProtocolError("a frame came that is too short") from None
         except BaseException as error:
-            if future is not None and not future._state:
-                self.pending[future.call_id] = future
-            if isinstance(error, ConnectionError):
-                raise
-            self.lose(f"reading its replies was interrupted by {type(error).__name__}", advice="")
+            self._complete_failed(future, error)
             raise
+
+    def _complete_failed(self, future: PendingCall | None, error: BaseException) -> None:
+        """After processing a frame failed: its call is pending again. Ends the connection if frames may be lost.
+
+        Raises `ProtocolError` if the frame is too short.
+        """
+        if isinstance(error, struct.error):
+            raise ProtocolError("a frame came that is too short") from None
+        if future is not None and not future._state:
+            self.pending[future.call_id] = future
+        if not isinstance(error, ConnectionError):
+            self.lose(f"reading its replies was interrupted by {type(error).__name__}", advice="")
 
     def _settle(
         self, future: PendingCall, kind: int, flags: int, payload: Any, buffers: Any, handles: Any
@@ -585,12 +652,22 @@ class ClientConnection:
                     raise ProtocolError("the result of a call was kept, which nobody asked for")
                 return future.settle(DONE, KEPT)
             reply = Reply(self.peer.name, future.function, False, payload, buffers, handles, self._guard)
+        elif flags & IS_CANCELLED:  # its time was over at the callee first
+            return self._settle_failed(future, future.timeout_error(bool(flags & HAS_STARTED)))
         else:
             reply = Reply(self.peer.name, future.function, True, payload, buffers, handles, self._guard)
             if not is_kept:  # for remote calls, the reference raises the failure when it is used
                 self.calls_failed += 1
                 future.report_unseen(reply.describe)
         return future.settle(UNLOADED, reply)
+
+    def _receive_late(self, call_id: int, flags: int) -> None:
+        """Processes the reply to a call that has timed out or was cancelled: only whether it had started is used."""
+        self._late.discard(call_id)
+        future = self._expiring.get(call_id)
+        if future is not None:
+            has_started = bool(flags & HAS_STARTED) or not flags & IS_CANCELLED
+            self.fail(future, future.timeout_error(has_started))
 
     def _open_reply(self, flags: int, frame: bytes, call_id: int) -> tuple[Any, int]:
         """Returns the handles of the references in a reply, and the offset of its payload. Stores its annotations.
@@ -777,7 +854,7 @@ class ClientConnection:
         """
         now, self._first_deadline = monotonic(), FOREVER
         first = FOREVER
-        for call in list(self.pending.values()):
+        for call in [*list(self.pending.values()), *list(self._expiring.values())]:
             if call.deadline <= now:
                 self._expire(call)
             elif call.deadline < first:
@@ -786,12 +863,48 @@ class ClientConnection:
             self._note_deadline(first)
 
     def _expire(self, future: PendingCall) -> None:
-        """Fails a call with `RpcTimeoutError`. Does nothing if the call is not pending any more."""
-        self._late.add(future.call_id)  # before `fail` pops it: its reply may arrive at the same time
-        if self.fail(future, future.timeout_error()):
+        """Ends a call whose deadline has passed, or asks the callee first whether the function had started."""
+        call_id = future.call_id
+        self._late.add(call_id)  # before it is not pending any more: its reply may arrive at the same time
+        if not self.deadline_factor or self._lost is not None:
+            if not self.fail(future, future.timeout_error(None)):
+                self._late.discard(call_id)
             self.drive_in_background_later()
+        elif call_id in self._expiring:
+            if monotonic() >= future.deadline:  # else another thread has just asked
+                self.fail(future, future.timeout_error(None))
         else:
-            self._late.discard(future.call_id)
+            future.deadline = deadline = grace_end()
+            self._expiring[call_id] = future
+            if self.pending.pop(call_id, None) is None:  # it is settled
+                self._expiring.pop(call_id, None)
+                self._late.discard(call_id)
+                return
+            if deadline < self._first_deadline:
+                self._note_deadline(deadline)
+            self.send(pack_cancel(call_id))
+            self.drive_in_background_later()
+
+    def cancel(self, future: PendingCall) -> bool:
+        """Cancels a call, tells the callee, and returns True. Returns False if it is not pending any more."""
+        call_id = future.call_id
+        if future.done() or (call_id in self._late and call_id not in self._expiring):
+            return False  # it is done, or another thread is cancelling it
+        self._late.add(call_id)  # as in `_expire`
+        if not self._take(call_id):
+            self._late.discard(call_id)
+            return False
+        try:
+            if self._lost is None:
+                self.send(pack_cancel(call_id))  # first: it should travel on before the threads run that are woken here
+                self.drive_in_background_later()
+        finally:
+            name = callable_name(future.function)
+            self._fail_taken(
+                future, CallCancelledError(f"the call of `{name}` on worker {self.peer.name!r} was cancelled")
+            )
+            self._wake_reader_of(future)
+        return True
 
     def fail(self, future: PendingCall, error: RpcError) -> bool:
         """Settles a pending call with an error and returns True. Returns False if the call is not pending any more.
@@ -799,19 +912,31 @@ class ClientConnection:
         A call made by `remote` does not fail: its result is `KEPT`, because its frame is sent again on the next
         connection. Callbacks run in the executor.
         """
-        if self.pending.pop(future.call_id, None) is None:
+        if not self._take(future.call_id):
             return False
+        self._fail_taken(future, error)
+        return True
+
+    def _take(self, call_id: int) -> bool:
+        """Removes a call from those that wait for a reply. Returns whether it was there: one thread only settles it."""
+        return self.pending.pop(call_id, None) is not None or self._expiring.pop(call_id, None) is not None
+
+    def _fail_taken(self, future: PendingCall, error: RpcError) -> None:
+        """As `fail`, for a call that this thread has taken."""
         future.keeps = None
         self.intercepted.pop(future.call_id, None)
-        if type(future) is KeptCall:
-            callbacks = future.settle(DONE, KEPT)  # the frame is sent again, and then the value can be requested
-        else:
-            self.calls_failed += 1
-            future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")
-            callbacks = future.settle(FAILED, error)
+        # The frame of a remote call is sent again, and then its value can be requested.
+        is_kept = type(future) is KeptCall
+        callbacks = future.settle(DONE, KEPT) if is_kept else self._settle_failed(future, error)
         if callbacks is not None:
             self._dispatch(future, callbacks)
-        return True
+
+    def _settle_failed(self, future: PendingCall, error: RpcError) -> Callbacks | None:
+        """Settles a call that is not pending any more with an error. Returns the callbacks to run, None if none."""
+        self.calls_failed += 1
+        if type(error) is not CallCancelledError:  # who cancels a call need not look at it
+            future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")
+        return future.settle(FAILED, error)
 
     # The end
 
@@ -906,7 +1031,7 @@ class ClientConnection:
             return
         try:
             assert self._lost is not None
-            for future in list(self.pending.values()):
+            for future in [*list(self.pending.values()), *list(self._expiring.values())]:
                 self.fail(future, future.lost_error(self._lost, self._lost_advice))
         finally:
             if not is_reader:
@@ -920,6 +1045,7 @@ class ClientConnection:
         """
         self._lost = error
         self.link.abandon()
-        while self.pending:
-            _, future = self.pending.popitem()
-            future.settle(FAILED, error)
+        for calls in (self.pending, self._expiring):
+            while calls:
+                _, future = calls.popitem()
+                future.settle(FAILED, error)

@@ -13,13 +13,35 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from farcall.current import enter_block
+from farcall.deadlines import current_scope
 
 if TYPE_CHECKING:
     import asyncio
 
     from farcall.backends.interface import RpcAgent
+    from farcall.deadlines import Scope
 
 logger = logging.getLogger("farcall")
+
+
+class RunningCoroutine:
+    """A coroutine that runs in the event loop."""
+
+    __slots__ = ("_loop", "task")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.task: asyncio.Task[None] | None = None
+        """Its task, which is created in the loop's thread."""
+
+    def cancel(self) -> None:
+        """Has `CancelledError` raised in it, at its next await. May be called in any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel("the call that this function runs for was cancelled")
 
 
 class EventLoop:
@@ -40,13 +62,24 @@ class EventLoop:
         self._closed = False
         self._stopped = False  # used in the loop's thread only
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any, BaseException | None], None]) -> None:
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        scope: Scope,
+        started: Callable[[], None],
+        done: Callable[[Any, BaseException | None], None],
+    ) -> RunningCoroutine | None:
         """Starts to run a coroutine in the loop. Does not wait for it, and raises nothing.
 
         Args:
             coroutine: The coroutine. It is closed without being run if the loop is closed or cannot be started.
+            scope: The scope of the coroutine.
+            started: Called in the thread of the loop before the first step of the coroutine.
             done: Called once, as `done(result, error)`, in the thread of the loop when the coroutine ends. `error` is
                 None if it has returned. If the coroutine cannot be run, called at once as `done(None, error)`.
+
+        Returns:
+            What cancels the coroutine; None if it does not run.
         """
         import asyncio
 
@@ -59,6 +92,8 @@ class EventLoop:
 
         async def run() -> None:
             enter_block(self._agent)  # in the context of the task, which ends with it
+            current_scope.set(scope)
+            started()
             try:
                 result = await coroutine
             except BaseException as error:
@@ -71,18 +106,26 @@ class EventLoop:
         def over(_: asyncio.Task[None]) -> None:
             if not ended:  # cancelled before its first step: `run` was never entered
                 coroutine.close()
-                end(None, asyncio.CancelledError("the worker is shutting down"))
+                end(None, asyncio.CancelledError("it was cancelled before it began, or the worker is shutting down"))
 
         try:
             with self._lock:
                 if self._closed:
                     raise RuntimeError("the worker is shutting down")
                 loop = self._loop or self._start()
+                running = RunningCoroutine(loop)
+
+                def create() -> None:
+                    running.task = loop.create_task(run())
+                    running.task.add_done_callback(over)
+
                 # Under the lock, so that the loop is not closed in between.
-                loop.call_soon_threadsafe(lambda: loop.create_task(run()).add_done_callback(over))
+                loop.call_soon_threadsafe(create)
+                return running
         except Exception as error:
             coroutine.close()
             done(None, error)
+            return None
 
     def _start(self) -> asyncio.AbstractEventLoop:
         """Starts the thread and returns its event loop. Raises `RuntimeError` if the system cannot create a thread."""

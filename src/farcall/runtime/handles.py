@@ -85,6 +85,10 @@ class Value(Future[Any]):
             self._new_error = new_error
             run_callbacks(self, self.settle(FAILED, None))
 
+    def cancel_alone(self) -> bool:
+        """False: a value is not cancelled with one of those who wait for it."""
+        return False
+
     def describe(self) -> str:
         """Returns the name of the type of the value; empty if the value is pending.
 

@@ -11,20 +11,30 @@ Rules
 - The arguments and the result are released before a reply is sent, because a buffer that nothing refers to can be sent
   back to the caller without a copy (`transports.base.Link.send`).
 - Every error is reported to the caller, even if memory is short.
+- A request whose time is over before it starts is not run, and is counted. A request that is cancelled before it starts
+  is not run either. The thread that runs it sets `has_started` first and then looks at `deadline`; the thread that
+  cancels it sets `deadline` first and then looks at `has_started`. So what it says about that is true.
+- Each request is answered once, by the thread that *claims* it: that removes it from the calls of its connection, or a
+  remote call from the creations of the store. What a cancelled function returns or raises is dropped.
+- An invocation is the scope (`deadlines`) of its function: calls that the function makes end no later than the
+  invocation, and are cancelled with it. So is the coroutine or future that the function has returned.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.errors import NotAllowedError, ProtocolError, SerializationError
+from farcall.deadlines import Scope, ServingThread, current_scope, find_scope, serve_in_thread
+from farcall.errors import CallCancelledError, NotAllowedError, ProtocolError, RpcTimeoutError, SerializationError
 from farcall.functions import ASYNC_MARK, async_result
 from farcall.futures import DONE, Future
+from farcall.gate import FOREVER
 from farcall.protocol.fields import quoted
 from farcall.protocol.frames import (
     FAILURE,
@@ -36,9 +46,11 @@ from farcall.protocol.frames import (
     VALUE,
     Bytes,
     pack_annotations,
+    pack_cancelled,
     pack_full_reply,
     pack_reply,
 )
+from farcall.runtime.executor import Task
 from farcall.runtime.handles import Handle, Value
 from farcall.runtime.interceptors import ServerCall, run_server_interceptors
 from farcall.runtime.parts import WorkerParts
@@ -59,6 +71,8 @@ from farcall.serialization import (
 )
 
 if TYPE_CHECKING:
+    from farcall.protocol.ids import RRefId
+    from farcall.runtime.reference_store import ReferenceStore
     from farcall.runtime.server import ServerConnection
     from farcall.security.allowed import AllowList
 
@@ -75,15 +89,6 @@ _ON_REFERENCE: Final = TYPE
 """Callees that begin with this byte or a lower one name a reference."""
 
 
-class _Serving(threading.local):
-    """The invocation that the current thread runs; None if it runs none."""
-
-    invocation: Invocation | None = None
-
-
-_serving = _Serving()
-
-
 def call_after_reply(function: Callable[[], object]) -> None:
     """Calls a function after the reply to the call that this thread runs for another worker was sent.
 
@@ -91,22 +96,25 @@ def call_after_reply(function: Callable[[], object]) -> None:
     `function`. Errors of `function` are logged. If this thread runs no call for another worker, `function` is called at
     once, and its errors are raised.
     """
-    invocation = _serving.invocation
-    if invocation is None:
+    scope = find_scope()
+    while scope is not None and not isinstance(scope, Invocation):
+        scope = scope.outer
+    if scope is None or scope.is_answered():
         function()
     else:
-        invocation.add_after_reply(function)
+        scope.add_after_reply(function)
 
 
-class Invocation:
+class Invocation(Scope):
     """One request at the callee: a job that runs its function and sends the reply."""
 
     __slots__ = (
         "_after_reply", "_annotations", "_buffers", "_call", "_call_id", "_callee", "_connection", "_handles", "_keeps",
-        "_parts", "_payload", "_subject", "_value",
+        "_parts", "_payload", "_reference", "_subject", "_value", "has_started",
     )  # fmt: skip
 
     must_run = False
+    ends_function = True
 
     def __init__(
         self,
@@ -116,6 +124,7 @@ class Invocation:
         callee: bytes,
         payload: Bytes,
         buffers: Sequence[Bytes],
+        deadline: float,
     ) -> None:
         """Creates an invocation. `run` runs it.
 
@@ -127,10 +136,16 @@ class Invocation:
                 is the first pickled argument.
             payload: The pickled arguments; empty for none.
             buffers: The buffers of the arguments; may be empty.
+            deadline: When nobody waits for the result any more, on the monotonic clock.
 
         Raises:
             ProtocolError: `callee` should name a reference, but is too short.
         """
+        # Not super().__init__: that is one function more for every call.
+        self.deadline = deadline
+        self.is_cancelled = False
+        self._members = None
+        self.has_started = False
         self._parts = parts
         self._connection = connection
         self._call_id = call_id
@@ -153,6 +168,7 @@ class Invocation:
         handles: Sequence[Handle],
         annotations: dict[str, bytes] | None,
         value: Value | None = None,
+        reference: RRefId | None = None,
         keeps: object = None,
     ) -> None:
         """Adds what only some requests have. Must be called before `run`, if at all.
@@ -161,12 +177,18 @@ class Invocation:
             handles: The handles of the references in the arguments; may be empty.
             annotations: The annotations of the request; None for none.
             value: For a call of `remote`, the `Value` that receives the result; else None.
+            reference: For a call of `remote`, the reference of that value; else None.
             keeps: An object to keep alive until the function has run; None for none.
         """
         self._handles = handles
         self._annotations = annotations
         self._value = value
         self._keeps = keeps
+        if reference is not None:
+            self._reference = reference
+            self._parts.store.creations[reference] = self
+            if self.deadline != FOREVER:  # of a call, the caller would say when its time is over
+                self._parts.timers.schedule(self.deadline, partial(_cancel_late, self._parts.store, reference))
 
     # Running
 
@@ -177,13 +199,20 @@ class Invocation:
         the value exists. If the function returns a coroutine or a pending future, the reply is sent when that is done.
         """
         function: Any = None
+        thread = current_scope.get()
+        if type(thread) is not ServingThread:
+            thread = serve_in_thread()  # the first request of this thread
         try:
             parts = self._parts
             if self._subject is not None and not self._is_subject_there(self._subject):
                 return
+            self.has_started = True
+            if self.deadline <= monotonic():
+                self._skip()
+                return
             if parts.guard is not None:
                 self._check_allowed(parts.guard)
-            _serving.invocation = self
+            thread.scope = self
             args: Sequence[Any] = ()
             kwargs: dict[str, Any] = {}
             if self._subject is None and self._callee and not self._payload:
@@ -200,7 +229,7 @@ class Invocation:
             if hasattr(function, ASYNC_MARK) or type(function) is partial:
                 result = self._await_async_execution(function, result)
             if type(result) is CoroutineType:  # not isinstance, which may run code of the result
-                parts.loop.run(result, lambda outcome, error: self._finish_later(function, outcome, error))
+                self._run_coroutine(function, result)
                 return
             if result is _LATER:
                 return
@@ -210,9 +239,30 @@ class Invocation:
         except BaseException as error:
             self._fail(function, error)
         finally:
-            _serving.invocation = None
+            thread.scope = None
         if self._after_reply is not None:  # not reached if `_finish_later` sends the reply
             self._call_after_reply()
+
+    def _run_coroutine(self, function: Callable[..., Any], coroutine: CoroutineType[Any, Any, Any]) -> None:
+        self.has_started = False  # until its first step
+        task = self._parts.loop.run(coroutine, self, self._start_late, partial(self._finish_later, function))
+        if task is not None:
+            self.add(task)
+
+    def _start_late(self) -> None:
+        self.has_started = True
+
+    def _skip(self) -> None:
+        """Answers a request that is not run, because its time is over. Does nothing if it was cancelled."""
+        self.has_started = False
+        if not self._claim():
+            return
+        if self._connection is not None:
+            self._connection.calls_expired += 1
+        if self._value is None and self._connection is not None:
+            self._connection.reply(pack_cancelled(self._call_id, False), None)
+        else:
+            self._fail_late()
 
     def _is_subject_there(self, subject: Value) -> bool:
         """Returns True if the request can be run now: the value of the reference that it uses is settled.
@@ -224,7 +274,8 @@ class Invocation:
             subject.watch(lambda _: self._parts.executor.submit(self), waker=True, attended=True)
             return False
         if subject.failure:
-            self._fail_with(subject.failure)
+            if self._claim():
+                self._fail_with(subject.failure)
             return False
         return True
 
@@ -241,6 +292,7 @@ class Invocation:
         if future._state == DONE:
             return future._value
         self._finish_when_done(function, future)
+        self.add(_CancelledLater(self._parts, future))
         return _LATER
 
     def _load(self) -> tuple[Any, Sequence[Any], dict[str, Any]]:
@@ -408,6 +460,8 @@ class Invocation:
                 self._keep(outcome.pop())
                 return
             assert connection is not None
+            if connection.calls.pop(self._call_id, None) is None:
+                return  # it was cancelled and answered meanwhile
             if outcome[0] is None and call is None:
                 connection.reply(pack_reply(RESULT, self._call_id, b""), None)
                 return
@@ -415,7 +469,19 @@ class Invocation:
             self._keeps = None
             connection.reply(frame, buffers)
         except BaseException as error:
-            self._fail(None, error)
+            self._send_failure(None, error)
+
+    def _claim(self) -> bool:
+        """Returns whether this thread must answer the request: no other thread has done so, or will."""
+        if self._value is not None:
+            return self._parts.store.creations.pop(self._reference, None) is not None
+        return self._connection is None or self._connection.calls.pop(self._call_id, None) is not None
+
+    def is_answered(self) -> bool:
+        """Returns whether a thread has claimed the request."""
+        if self._value is not None:
+            return self._reference not in self._parts.store.creations
+        return self._connection is not None and self._call_id not in self._connection.calls
 
     def _pack_result(
         self, function: Callable[..., Any] | str, result: Any, connection: ServerConnection
@@ -440,11 +506,13 @@ class Invocation:
         return pack_full_reply(RESULT, self._call_id, payload, references, annotations), list(buffers)
 
     def _keep(self, result: Any) -> None:
-        """Stores the result of a call of `remote`, and sends the reply.
+        """Stores the result of a call of `remote`, and sends the reply. Does nothing if the call was cancelled.
 
         The reply contains the result if that is small and immutable. No reply is sent if the caller expects none.
         """
         assert self._value is not None
+        if not self._claim():
+            return
         connection, call_id = self._connection, self._call_id
         frame = b""
         if connection is not None and call_id:
@@ -467,10 +535,22 @@ class Invocation:
             function: The function, for the name in the message; None if it could not be found.
             error: The error.
         """
+        if not self._claim():
+            return
+        if self.is_over() and self._value is None and self._connection is not None and _is_cancellation(error):
+            self._connection.reply(pack_cancelled(self._call_id, True), None)  # its time is over
+        else:
+            self._send_failure(function, error)
+
+    def _send_failure(self, function: Any, error: BaseException) -> None:
+        """As `_fail`, for a request that this thread has claimed."""
         try:
             name = callable_name(function) if function is not None else self._name()
             if str(getattr(function, "__module__", "")).startswith("farcall."):
                 name = find_raising_function(error) or name  # a wrapper of farcall: name the user function that raised
+            if _is_cancellation(error):
+                text = f"`{name}` was cancelled on worker {self._parts.name!r}: {error}"
+                error = CallCancelledError(text).with_traceback(error.__traceback__)
             if self._parts.failure_to_send is not None:
                 error = self._parts.failure_to_send(name, error)
             failure = encode_failure(error, self._parts.name, name)
@@ -494,7 +574,9 @@ class Invocation:
         """Has the reply sent when `future` is done."""
 
         def done(future: Future[Any]) -> None:
-            error = future.exception()
+            error: BaseException | None = CallCancelledError("the future that it has returned was cancelled")
+            if not future.cancelled():
+                error = future.exception()
             self._finish_later(function, None if error is not None else future.value(), error)
 
         future.watch(done, waker=False)
@@ -510,6 +592,56 @@ class Invocation:
             self._fail(function, error)
         if self._after_reply is not None:
             self._call_after_reply()
+
+    # Cancellation
+
+    def cancel_call(self) -> bool:
+        """Cancels a request that the caller of this method has claimed. Returns whether its function had started."""
+        self.deadline = 0.0  # so that `run` skips it
+        has_started = self.has_started
+        if not has_started:
+            self._payload, self._buffers, self._handles = b"", (), ()
+        super().cancel()
+        return has_started
+
+    def cancel(self) -> None:
+        """Cancels a remote call: stops its function, and has each use of its value raise. See `Creation`."""
+        if self._parts.honours_deadlines and self._claim():
+            if self._connection is not None:
+                self._connection.calls_cancelled += 1
+            is_late = self.deadline <= monotonic()
+            self.cancel_call()
+            # In the executor, because callbacks of users may wait for the value.
+            self._parts.executor.submit(Task(partial(self._fail_late, is_late), must_run=True))
+
+    def note_over(self) -> None:
+        """See `Scope`. The caller is told at once that the time is over, whatever the function does then."""
+        if self.is_cancelled:
+            return
+        if self._value is not None:
+            self.cancel()
+        elif self._connection is not None and self._claim():
+            self._connection.calls_cancelled += 1
+            self.cancel_call()
+            self._connection.reply(pack_cancelled(self._call_id, True), None)
+
+    def done(self) -> bool:
+        """For a remote call: returns whether its value, or an error in its place, is there."""
+        return self._value is not None and self._value.done()
+
+    def _fail_late(self, is_late: bool = True) -> None:
+        """Fails the value of a remote call that this thread has claimed, and answers it."""
+        name = self._name()
+        error: Exception = CallCancelledError(
+            f"the remote call of `{name}` on worker {self._parts.name!r} was cancelled"
+        )
+        if is_late:
+            error = RpcTimeoutError(
+                f"RPC ran for more than set timeout: the result of `{name}` was not there on worker "
+                f"{self._parts.name!r} when the time of its remote call was over. Give it a longer timeout",
+                self.has_started,
+            )
+        self._fail_with(encode_failure(error, self._parts.name, name))
 
     # After the reply
 
@@ -544,6 +676,33 @@ class Invocation:
         """Returns text that says which function runs for which worker. `function` is None if it is not known yet."""
         name = "a function" if function is None else f"`{callable_name(function)}`"
         return f"{name}, called by {self._connection}" if self._connection is not None else f"{name}, for a reference"
+
+
+class _CancelledLater:
+    """The future that a function has returned, as a member of its invocation: cancelled in the executor."""
+
+    __slots__ = ("_future", "_parts")
+
+    def __init__(self, parts: WorkerParts, future: Future[Any]) -> None:
+        self._parts = parts
+        self._future = future
+
+    def cancel(self) -> None:
+        """See `deadlines.Member`."""
+        self._parts.executor.submit(Task(self._future.cancel))  # its callbacks are user code
+
+
+def _cancel_late(store: ReferenceStore, reference: RRefId) -> None:
+    """Called by the timers when the time of a remote call is over. Does nothing if its value is there."""
+    creation = store.creations.get(reference)
+    if creation is not None:
+        creation.cancel()
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    """Returns whether an error is an `asyncio.CancelledError`. Imports nothing: without asyncio, it is none."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and isinstance(error, asyncio.CancelledError)
 
 
 def _answer(kind: bytes, value: Any) -> tuple[str, Any]:

@@ -121,6 +121,8 @@ def _count_server(connection: ServerConnection) -> Counts:
     """Returns the current numbers of a connection from another worker, by the names of `PeerMetrics`."""
     return Counter(
         calls_served=connection.calls_served,
+        calls_expired=connection.calls_expired,
+        calls_cancelled=connection.calls_cancelled,
         bytes_waiting=connection.link.unsent_bytes(),
         **connection.link.counts()._asdict(),
     )

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from farcall.deadlines import current_scope
+
 if TYPE_CHECKING:
+    from farcall.deadlines import Scope, ServingThread
     from farcall.runtime.coroutines import EventLoop
     from farcall.runtime.executor import Executor
     from farcall.runtime.interceptors import InterceptorChain
@@ -50,3 +53,14 @@ class WorkerParts:
     """Given a function's name and its error, returns the error to send to the caller. For `farcall.pytorch`."""
     function_runner: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     """Given a function, returns the function to run in its place. For `farcall.pytorch`."""
+    honours_deadlines: bool
+    """Whether calls inherit deadlines, and the end of a caller's wait cancels its call. Not for `farcall.pytorch`."""
+
+    @property
+    def current_scope(self) -> Callable[[], Scope | ServingThread | None]:
+        """Returns what leads to the scope to which a new call belongs (`deadlines`); None if it belongs to none."""
+        return current_scope.get if self.honours_deadlines else _no_scope
+
+
+def _no_scope() -> None:
+    """Calls of `farcall.pytorch` belong to no scope."""

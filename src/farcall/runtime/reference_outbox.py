@@ -22,10 +22,12 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 from farcall.errors import ProtocolError, WorkerLostError
+from farcall.gate import FOREVER
 from farcall.protocol.delivery import Delivery
-from farcall.protocol.frames import CONTROL, REFERENCES, pack_message, pack_references, with_call_id
+from farcall.protocol.frames import CONTROL, REFERENCES, pack_again, pack_message, pack_references
 from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
 from farcall.protocol.reference_messages import (
+    CancelCreate,
     Carried,
     ChildAccepted,
     ForkAccepted,
@@ -52,7 +54,9 @@ _MAX_UNSENT_GOSSIP: Final = 64
 _CONNECT_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.0)
 """Seconds to wait after each failed attempt to connect. There are as many attempts as pauses."""
 
-_MESSAGE_TYPES: Final[tuple[type[Message], ...]] = (ForkRequest, ForkAccepted, ForkRefused, ChildAccepted, UserDeleted)
+_MESSAGE_TYPES: Final[tuple[type[Message], ...]] = (
+    ForkRequest, ForkAccepted, ForkRefused, ChildAccepted, UserDeleted, CancelCreate,
+)  # fmt: skip
 """The types of messages in CONTROL frames. A `CreateRequest` is not among them: a KEEP frame contains it."""
 _MESSAGE_CODES: Final = {kind: code for code, kind in enumerate(_MESSAGE_TYPES)}
 _ACKNOWLEDGEMENT: Final = struct.Struct("<Q")
@@ -111,17 +115,18 @@ class UnackedKeep:
     `ReferenceStore.create_remote` sets `reference`, `fork` and `frame`.
     """
 
-    __slots__ = ("buffers", "fork", "frame", "keeps", "reference", "via")
+    __slots__ = ("buffers", "deadline", "fork", "frame", "keeps", "reference", "via")
 
     reference: RRefId
     fork: ForkId
 
-    def __init__(self, via: Connection, keeps: object) -> None:
+    def __init__(self, via: Connection, keeps: object, deadline: float = FOREVER) -> None:
         """Creates an entry without a frame.
 
         Args:
             via: The connection on which the call is sent.
             keeps: The handle whose method is called; None for a function.
+            deadline: When the value must be there, on the monotonic clock; `FOREVER` for no limit.
         """
         self.frame = b""
         """The frame; empty until it has its number."""
@@ -130,6 +135,12 @@ class UnackedKeep:
         self.via = via
         self.keeps = keeps
         """The handle whose method is called, or None. It must not be released before the call has arrived."""
+        self.deadline = deadline
+        """When the value must be there, on the monotonic clock."""
+
+    def seconds_left(self) -> float:
+        """Returns the time that is left, more than 0; 0 for no limit."""
+        return max(self.deadline - monotonic(), 1e-3) if self.deadline != FOREVER else 0.0
 
 
 class UnackedReferences:
@@ -423,7 +434,7 @@ class OutboxSender:
                 if unacked.via.is_lost() and unacked.buffers is not None:
                     unacked.via = connection
                     self.resends += 1
-                    connection.send(with_call_id(unacked.frame, 0), list(unacked.buffers))
+                    connection.send(pack_again(unacked.frame, unacked.seconds_left()), list(unacked.buffers))
             elif isinstance(unacked, UnackedReferences):
                 if unacked.via.is_lost():
                     unacked.via = connection

@@ -21,13 +21,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from farcall.errors import ProtocolError, UsageError, WorkerLostError
-from farcall.protocol.frames import HANDLE_SIZE, pack_handle, pack_references, pack_request, unpack_handle
+from farcall.protocol.frames import (
+    HANDLE_SIZE,
+    milliseconds_left,
+    pack_handle,
+    pack_references,
+    pack_request,
+    unpack_handle,
+)
 from farcall.protocol.ids import TOKEN_SIZE, ForkId, RRefId, Worker, new_tuple
 from farcall.protocol.refcount import NO_CLAIMANT, REQUESTED, ReferenceCounts
 from farcall.protocol.reference_messages import (
+    CancelCreate,
     Carried,
     ConfirmHandle,
     Effect,
@@ -84,6 +92,13 @@ _MIN_SHRUNK_BYTES: Final = 1 << 16
 _TOKENS_AT_ONCE: Final = 256
 
 
+class Creation(Protocol):
+    """A remote call whose value is not there yet."""
+
+    def cancel(self) -> None:
+        """Stops its function, and has an error take the place of the value. Runs no user code."""
+
+
 class ReferenceStore:
     """All references of one worker: the values that it owns, its handles, and the control messages about them."""
 
@@ -125,6 +140,9 @@ class ReferenceStore:
         self.refusals = Refusals(self.me, name_of)
         """Counts the messages and requests of other workers that were refused."""
         self._values: dict[RRefId, Value] = {}
+        self.creations: dict[RRefId, Creation] = {}
+        """The remote calls whose values are not there yet. The thread that removes one settles its value."""
+        self._to_cancel: list[Creation] = []  # remote calls to cancel without the lock
         self._origins: dict[RRefId, Made] = {}  # where references to own values were created
         self._handles = HandleTable()
         self._own_handles: set[HandleRef] = set()
@@ -168,7 +186,11 @@ class ReferenceStore:
             self._outboxes.remove_worker(worker)
             self._senders.pop(worker, None)
             self.refusals.remove_worker(worker)
-            self._decide(self._counts.remove_worker(worker))
+            effects = self._counts.remove_worker(worker)
+            # Nobody is left who could ask for these values: the functions that make them need not run on.
+            released = [effect.reference for effect in effects if isinstance(effect, ReleaseValue)]
+            self._to_cancel += [self.creations[each] for each in released if each in self.creations]
+            self._decide(effects)
             # Values that were requested before they were created, and that this worker should have created.
             awaited = [each for each in self._values if each.creator == worker and each not in self._counts.owned]
             self._refused += [(reference, self._values.pop(reference)) for reference in awaited]
@@ -286,7 +308,8 @@ class ReferenceStore:
                     self._fork_all(passed, owner, references)
                 number = self._outboxes.delivery.next_number(owner)
                 packed_references = pack_references(number, references)
-                unacked.frame = pack_request(call_id, callee, payload, 0, packed, packed_references, annotations)
+                left = milliseconds_left(unacked.seconds_left())
+                unacked.frame = pack_request(call_id, callee, payload, left, packed, packed_references, annotations)
                 self._outboxes.delivery.send(owner, unacked)
             except BaseException:  # from a signal handler: no other worker knows the reference yet
                 unacked.frame = b""
@@ -510,6 +533,24 @@ class ReferenceStore:
             if isinstance(unacked, UnackedKeep) and unacked.fork in self._counts.held:
                 self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
 
+    def cancel_remote(self, reference: RRefId, fork: ForkId) -> None:
+        """Tells the owner of a reference that this worker has created to stop the function that makes its value.
+
+        Does nothing if the owner has left or was lost.
+        """
+        with self._lock:
+            self._decide([SendMessage(reference.owner, CancelCreate(reference, fork))])
+        self._send_outbox(reference.owner)  # at once: every millisecond that the function still runs is wasted
+
+    def _take_creation(self, sender: Worker, reference: RRefId) -> None:
+        """Processes a `CancelCreate`. The caller holds the lock. Ignored if the value is there, or is not known."""
+        if reference.creator != sender:
+            self.refusals.add(sender, ProtocolError(f"worker {sender} did not create {reference}, and cancels it"))
+            return
+        creation = self.creations.get(reference)
+        if creation is not None:
+            self._to_cancel.append(creation)
+
     def receive_control(self, sender: Worker, payload: bytes | memoryview) -> None:
         """Processes the payload of a CONTROL frame: an acknowledgement, and messages about references.
 
@@ -549,6 +590,9 @@ class ReferenceStore:
         outboxes = self._outboxes
         for number, message in messages:
             if not outboxes.delivery.receive(sender, number):
+                continue
+            if type(message) is CancelCreate:
+                self._take_creation(sender, message.reference)
                 continue
             try:
                 effects = self._counts.receive_message(sender, message)
@@ -643,6 +687,11 @@ class ReferenceStore:
                 refused_values, self._refused = self._refused, []
             for reference, value in refused_values:
                 value.refuse(partial(refused, reference))
+        if self._to_cancel:
+            with self._lock:
+                to_cancel, self._to_cancel = self._to_cancel, []
+            for creation in to_cancel:
+                creation.cancel()
 
     def work_soon(self) -> None:
         """Schedules `process` in a few milliseconds. Takes no lock, so finalizers may call it.
@@ -767,7 +816,7 @@ class ReferenceStore:
         counts = self._counts
         tables: list[dict[Any, Any] | set[Any]] = [
             counts.owned, counts.held, counts.unreported, counts.parents, self._handles, self._own_handles,
-            self._values, self._origins,
+            self._values, self._origins, self.creations,
         ]  # fmt: skip
         tables += [link.unacknowledged for link in list(self._outboxes.delivery.links.values())]
         return [table for table in tables if not table and table.__sizeof__() > _MIN_SHRUNK_BYTES]
@@ -912,6 +961,8 @@ class ReferenceStore:
             self._origins.clear()
             self._handles.clear()
             self._own_handles.clear()
+            self.creations.clear()
+            self._to_cancel.clear()
         values.clear()
         going.clear()
         del unacked

@@ -9,6 +9,11 @@ Rules
 - The leader of the executor reads the connection, so nothing here blocks.
 - The references in a frame are counted here, before anything else in the frame is used. For a frame with very many
   references, a job does that: another thread can take the lead meanwhile, and read other connections.
+- A call is in `calls` from when it is read until it is answered. Only the thread that removes it answers it: the thread
+  that ran its function, or the one that read its cancellation. So each call gets one reply, and one whose result
+  nobody wants costs no pickling.
+- The end of the connection cancels its calls: their caller has given them up with it. Remote calls are not in `calls`:
+  their values may be wanted by others, and by the same worker when it has connected again.
 - A closed connection is not part of a reference cycle. Strangers can connect at any rate, and the memory of their
   connections must be freed without waiting for the garbage collector.
 """
@@ -27,6 +32,7 @@ from farcall.errors import ProtocolError, SerializationError
 from farcall.protocol.fields import quoted
 from farcall.protocol.frames import (
     CALL,
+    CANCEL,
     CONTROL,
     GOSSIP,
     HANDLE_SIZE,
@@ -36,13 +42,14 @@ from farcall.protocol.frames import (
     KEEP,
     REFERENCES,
     SECTION_SIZE,
+    pack_cancelled,
     unpack_annotations,
     unpack_handle,
     unpack_header,
     unpack_references,
 )
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, encode, unpack
-from farcall.protocol.ids import Worker, WorkerInfo
+from farcall.protocol.ids import RRefId, Worker, WorkerInfo
 from farcall.protocol.membership_messages import Member
 from farcall.runtime.executor import Task
 from farcall.runtime.handles import check_number
@@ -50,7 +57,7 @@ from farcall.runtime.invocation import FEW_HANDLES, Invocation
 from farcall.runtime.parts import WorkerParts
 from farcall.security import EncryptionRequired, Limits, ServerHandshake, refusal_for, stranger_kind
 from farcall.serialization import callable_name
-from farcall.transports.base import Link
+from farcall.transports.base import FOREVER, Link
 
 if TYPE_CHECKING:
     from farcall.runtime.handles import Handle
@@ -133,8 +140,14 @@ class ServerConnection:
         self._peer: Hello | None = None
         self.number: Worker = -1
         """The number of the worker at the other end; -1 before the handshake is done."""
+        self.calls: dict[int, Invocation] = {}
+        """The calls that are not answered, by id, without remote calls."""
         self.calls_served = 0
         """The number of calls that have arrived, without those made by `remote`."""
+        self.calls_expired = 0
+        """The number of calls that were not run, because their deadline had passed."""
+        self.calls_cancelled = 0
+        """The number of calls that were cancelled before they were answered."""
         self._is_closed = False
         parts.poller.watch(link, self._read)
 
@@ -153,7 +166,7 @@ class ServerConnection:
                 if self._peer is None:
                     self._receive_handshake(frame)
                     continue
-                kind, flags, callee_size, _, call_id = unpack_header(frame)
+                kind, flags, callee_size, milliseconds, call_id = unpack_header(frame)
                 begin = HEADER_SIZE + callee_size
                 if begin > len(frame):
                     raise ProtocolError("a frame came that is shorter than the name of its callee")
@@ -165,29 +178,50 @@ class ServerConnection:
                 if type(callee) is not bytes:  # a memoryview of a large frame
                     callee = bytes(callee)
                 parts = self._parts
-                parts.executor.ready.append(Invocation(parts, self, call_id, callee, frame[begin:], buffers))
-                del frame, buffers
-        except ProtocolError as error:
+                invocation = Invocation(
+                    parts,
+                    self,
+                    call_id,
+                    callee,
+                    frame[begin:],
+                    buffers,
+                    monotonic() + milliseconds * 1e-3 if milliseconds else FOREVER,
+                )
+                self.calls[call_id] = invocation
+                parts.executor.ready.append(invocation)
+                del frame, buffers, invocation
+        except Exception as error:
+            self._reading_failed(error)
+
+    def _reading_failed(self, error: Exception) -> None:
+        """Closes the connection after frames could not be read, and logs why."""
+        if isinstance(error, ProtocolError):
             if self._peer is None:
                 self._turn_away(error)
             else:
                 self.refuse(error)
-        except ConnectionError as error:
+        elif isinstance(error, ConnectionError):
             if self._peer is None:
                 self.dismiss("left", f"left before it had proved that it knows the secret ({error})")
             else:
                 self.close()
-        except struct.error:
+        elif isinstance(error, struct.error):
             self.refuse(ProtocolError("a frame came that is too short"))
-        except MemoryError as error:
+        elif isinstance(error, MemoryError):
             self.refuse(error)
-        except Exception:
+        else:
             # No error, such as a RecursionError, may leave the connection open when frames were read only in part.
             logger.exception("worker %r: connection from %s closed: what it sent failed", self._me(), self)
             self.close()
 
     def _receive(
-        self, kind: int, flags: int, callee_size: int, call_id: int, frame: bytes, buffers: Sequence[memoryview]
+        self,
+        kind: int,
+        flags: int,
+        callee_size: int,
+        call_id: int,
+        frame: bytes,
+        buffers: Sequence[memoryview],
     ) -> None:
         """Processes a frame that is not a call, or is a call with flags.
 
@@ -195,6 +229,8 @@ class ServerConnection:
         """
         if kind in (CALL, KEEP):
             self._receive_request(kind, flags, callee_size, call_id, frame, buffers)
+        elif kind == CANCEL:
+            self._cancel(call_id)
         elif kind == CONTROL:
             self._parts.store.receive_control(self.number, frame[HEADER_SIZE:])
         elif kind == GOSSIP:
@@ -205,8 +241,22 @@ class ServerConnection:
         else:
             raise ProtocolError(f"a frame of kind {kind} came where only requests may")
 
+    def _cancel(self, call_id: int) -> None:
+        """Cancels a call, and answers it. Does nothing if it was answered: the reply has crossed this frame."""
+        invocation = self.calls.pop(call_id, None)
+        if invocation is not None:
+            self.calls_cancelled += 1
+            has_started = invocation.cancel_call()
+            self.reply(pack_cancelled(call_id, has_started), None)
+
     def _receive_request(
-        self, kind: int, flags: int, callee_size: int, call_id: int, frame: bytes, buffers: Sequence[memoryview]
+        self,
+        kind: int,
+        flags: int,
+        callee_size: int,
+        call_id: int,
+        frame: bytes,
+        buffers: Sequence[memoryview],
     ) -> None:
         """Queues a request that was made by `remote`, or has references or annotations.
 
@@ -240,7 +290,14 @@ class ServerConnection:
             invocation.run()
 
     def _take_request(
-        self, kind: int, flags: int, call_id: int, callee: bytes, at: int, frame: bytes, buffers: Sequence[memoryview]
+        self,
+        kind: int,
+        flags: int,
+        call_id: int,
+        callee: bytes,
+        at: int,
+        frame: bytes,
+        buffers: Sequence[memoryview],
     ) -> Invocation | None:
         """Counts the references of a request, and returns its invocation; None if the same request had arrived before.
 
@@ -249,6 +306,7 @@ class ServerConnection:
         """
         store = self._parts.store
         value, annotations = None, None
+        reference: RRefId | None = None
         handles: Sequence[Handle] = ()
         carried: Sequence[Any] = ()
         number = 0
@@ -263,7 +321,7 @@ class ServerConnection:
             raise ProtocolError(f"a request has a head of {at:,} bytes; at most {self._limits[0]:,} are allowed")
         if flags & HAS_ANNOTATIONS:
             annotations, at = unpack_annotations(frame, at)
-        if kind == KEEP:
+        if reference is not None:
             taken = store.accept_create(self.number, number, reference, fork, carried)
             if not call_id:
                 store.owe_acknowledgement(self.number)
@@ -277,8 +335,12 @@ class ServerConnection:
                 if received is None:
                     return None
                 handles = received
-        invocation = Invocation(self._parts, self, call_id, callee, frame[at:], buffers)
-        invocation.attach(handles, annotations, value)
+        milliseconds = unpack_header(frame)[3]
+        deadline = monotonic() + milliseconds * 1e-3 if milliseconds else FOREVER
+        invocation = Invocation(self._parts, self, call_id, callee, frame[at:], buffers, deadline)
+        invocation.attach(handles, annotations, value, reference)
+        if kind == CALL:
+            self.calls[call_id] = invocation
         return invocation
 
     # The handshake
@@ -405,7 +467,7 @@ class ServerConnection:
     def close(self) -> None:
         """Closes the connection. Does nothing the second time.
 
-        Requests from it continue to run, and their replies are dropped.
+        Its calls are cancelled. Calls made by `remote` continue to run.
         """
         if self._is_closed:
             return
@@ -413,6 +475,13 @@ class ServerConnection:
         self._poller.unwatch(self.link)
         self.link.close()
         self._handshake = None
+        while self._parts.honours_deadlines and self.calls:
+            try:
+                _, invocation = self.calls.popitem()
+            except KeyError:
+                break  # it was answered meanwhile
+            self.calls_cancelled += 1
+            invocation.cancel_call()
         self._on_closed(self)
         self._admission.connection_closed(self)
 

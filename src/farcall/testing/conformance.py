@@ -802,6 +802,21 @@ class TransportConformance:
                 other.close()
                 waiter_ended()
 
+    def test_wake_ends_the_wait_of_another_thread_or_the_next_one(self, pair: LinkPair) -> None:
+        for link in (pair.ours, pair.theirs):
+            begin = monotonic()
+            link.wake()
+            assert not link.wait(TIMEOUT_S)
+            ended = in_thread(link.wait, TIMEOUT_S)
+            time.sleep(0.02)
+            link.wake()
+            ended()
+            assert monotonic() - begin < TIMEOUT_S / 2
+            assert not link.wait(0.0), "each ends one wait"
+        pair.ours.wake()
+        pair.theirs.send(b"after it")
+        assert receive(pair.ours) == b"after it"
+
     def test_after_a_hang_up_waits_return_at_once(self, pair: LinkPair) -> None:
         """Checks that `wait` returns at once after `note_hang_up`."""
         pair.theirs.close()

@@ -47,6 +47,7 @@ from farcall.testing.faulty_options import REMOTE_CALL, SCRIPT_REMOTE_CALL, Fail
 from farcall.testing.faulty_rules import Verdict, name_of_reference_message
 from farcall.transports.base import FOREVER, Frame, Link, LinkOptions, Listener, Transport
 from farcall.transports.sockets import OwnSocket
+from farcall.transports.wake_up import WakeUp
 
 QUIET_S: Final = 0.05
 """A connection breaks only after this many seconds without a call, because a call often follows control messages."""
@@ -111,6 +112,7 @@ class FaultyLink:
         self._is_connecting = is_connecting
         self._inbound, self._outbound = _Flow(), _Flow()
         self._inbox: deque[Frame] = deque()
+        self._wake_up = WakeUp()
         self._reads = 0  # how often the inbox was emptied
         self._is_watched = False  # the relay reads the inner link
         self._must_not_read = False  # until the inner link is established, or because it has ended
@@ -264,11 +266,15 @@ class FaultyLink:
         end = self._open_end()  # its descriptor stays open though another thread closes the link
         poll = select.poll()
         poll.register(end, select.POLLIN)
+        wake_up = self._wake_up
+        poll.register(wake_up.fileno(), select.POLLIN)
         before, until = self._reads, FOREVER if seconds is None else monotonic() + seconds
         while True:
+            if wake_up.take():
+                return False
             left = min(max(0.0, until - monotonic()), MAX_SLEEP_S)
             if poll.poll(left * 1000):
-                return True
+                return not wake_up.take()
             # A signal handler may have received what is waited for: `poll` itself goes on after one.
             if self._reads != before or monotonic() >= until:
                 return False
@@ -286,6 +292,10 @@ class FaultyLink:
         """
         return self._is_detached or self._is_disconnected
 
+    def wake(self) -> None:
+        """See `Link`."""
+        self._wake_up.request()
+
     def note_hang_up(self) -> None:
         """Does nothing: a waiting thread notices the end of the link by itself."""
 
@@ -296,6 +306,7 @@ class FaultyLink:
         """
         with self._relay.lock:
             end, self._agent_end = self._agent_end, None
+            self._wake_up = WakeUp()  # frees the descriptor of the old one when no thread polls it any more
             if end is not None:
                 end.release()
                 self._inbox.clear()

@@ -176,6 +176,9 @@ class Link(Protocol):
     def note_hang_up(self) -> None:
         """Notes that the other end has closed the link: `wait` in another thread ends, later ones return at once."""
 
+    def wake(self) -> None:
+        """Ends `wait` in another thread early; if no thread waits, the next `wait` returns at once. Raises nothing."""
+
     def flush(self) -> None:
         """Sends queued frames as far as that is possible without waiting. Does nothing if none are queued.
 

@@ -47,6 +47,7 @@ from farcall.transports.large_frames import (
     unpack_inline,
 )
 from farcall.transports.sockets import OwnSocket
+from farcall.transports.wake_up import WakeUp
 
 INTERNAL: Final = 1 << 31
 """The bit of a frame's word that marks a frame for the link itself, not for its user."""
@@ -102,6 +103,7 @@ class StreamLink:
         self._space: memoryview | None = None  # the memory for the next bytes of that chunk
         self._poll: select.poll | None = None  # of `wait`, while no thread is in it
         self._spins = False  # the last wait was short
+        self._wake_up = WakeUp()
         # Sending, by the thread that holds the lock
         self._lock = threading.Lock()
         self._sender = 0  # the ident of the thread that holds the lock; 0 for none
@@ -362,13 +364,24 @@ class StreamLink:
     def _sleep(self, poll: select.poll, until: float) -> bool:
         """Sleeps until the socket is readable, and returns True.
 
-        Returns False after the time `until` of the monotonic clock, or if a signal handler has received bytes.
+        Returns False after the time `until` of the monotonic clock, after `wake`, or if a signal handler has received
+        bytes.
         """
         before = self._bytes_in
+        wake_up = self._wake_up  # keep a reference, as to the socket
+        poll.register(wake_up.fileno(), select.POLLIN)
+        try:
+            return self._sleep_until(poll, until, before, wake_up)
+        finally:
+            poll.unregister(wake_up.fileno())
+
+    def _sleep_until(self, poll: select.poll, until: float, before: int, wake_up: WakeUp) -> bool:
         while True:
+            if wake_up.take():
+                return False
             left = min(max(0.0, until - monotonic()), _MAX_SLEEP_S)
             if sleep_in_poll(poll, left):
-                return True
+                return not wake_up.take()
             # A signal handler may have received the frames. `poll` itself continues after a signal.
             if self._bytes_in != before or monotonic() >= until:
                 return False
@@ -383,6 +396,10 @@ class StreamLink:
         poll = select.poll()
         poll.register(sock, select.POLLRDHUP)
         return bool(poll.poll(0))  # also if the socket is broken
+
+    def wake(self) -> None:
+        """See `Link`."""
+        self._wake_up.request()
 
     def note_hang_up(self) -> None:
         """Does nothing: a thread that waits on a socket notices itself that the socket was closed."""
@@ -719,6 +736,7 @@ class StreamLink:
         Frames that the socket has accepted may still arrive.
         """
         self._is_closed = True
+        self._wake_up = WakeUp()  # frees the descriptor of the old one when no thread polls it any more
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.release()

@@ -472,6 +472,14 @@ class UnixLink(StreamLink):
             raise ProtocolError(f"{self.address} sent an internal frame inside of itself")
         return self._receive_internal(bytes(pieces))
 
+    def wake(self) -> None:
+        """See `Link`."""
+        ring = self.ring
+        if ring is not None:
+            ring.wake()
+        else:
+            super().wake()
+
     def note_hang_up(self) -> None:
         """Notes that the other end has closed the link: `wait` in another thread ends, later ones return at once.
 
