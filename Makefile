@@ -40,8 +40,9 @@ test-pythons-short:  ## the same for what depends on the version most: some 2 mi
 test-fast: $(VENV)/.installed  ## the tests that need neither torch nor many processes: under two minutes, for a person at work
 	$(VENV)/bin/python -m pytest -q -m "not slow and not long" $(FAST_TESTS) $(ARGS)
 
-test-transports: $(VENV)/.installed  ## the tests of behaviour over TCP, memory, and Unix sockets without the C extension
+test-transports: $(VENV)/.installed  ## the tests of behaviour over TCP, TLS, memory, and Unix sockets without the C extension
 	$(VENV)/bin/python -m pytest -q tests/behaviour --transport tcp $(ARGS)
+	$(VENV)/bin/python -m pytest -q tests/behaviour --transport tls $(ARGS)
 	$(VENV)/bin/python -m pytest -q tests/behaviour --transport memory $(ARGS)
 	FARCALL_NATIVE=0 $(VENV)/bin/python -m pytest -q tests/behaviour $(ARGS)
 

@@ -134,7 +134,7 @@ def test_nothing_can_be_cancelled() -> None:
 
 @pytest.mark.parametrize("function", [concurrent.futures.wait, lambda fs: list(concurrent.futures.as_completed(fs))])
 def test_concurrent_futures_says_at_once_what_to_use_instead(function: Callable[..., Any]) -> None:
-    with pytest.raises(AttributeError, match=r"use farcall\.wait_all"):
+    with pytest.raises(AttributeError, match=r"use farcall\.wait or farcall\.as_completed"):
         function([Future()])
 
 

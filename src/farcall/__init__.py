@@ -53,6 +53,7 @@ from farcall.errors import (
     EncryptionError,
     ExpelledError,
     ForkedProcessError,
+    GroupCallError,
     NotAllowedError,
     NotInitializedError,
     OwnerLost,
@@ -74,19 +75,41 @@ from farcall.errors import (
     WorkerLost,
     WorkerLostError,
 )
-from farcall.functions import exposed
+from farcall.functions import exposed, idempotent
 from farcall.futures import Future, UnseenFailureWarning, _wait_all, collect_all, wait_all
 from farcall.groups import Group, group
 from farcall.interruption import interruptible
-from farcall.options import BackendOptions, CallOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from farcall.many.completion import (
+    ALL_COMPLETED,
+    FIRST_COMPLETED,
+    FIRST_EXCEPTION,
+    DoneAndNotDone,
+    as_completed,
+    wait,
+)
+from farcall.many.futures_by_name import Futures
+from farcall.many.map_stream import MapStream, Outcome
+from farcall.many.references_by_name import RRefs
+from farcall.many.selection import Workers, workers
+from farcall.options import (
+    BackendOptions,
+    CallOptions,
+    RpcBackendOptions,
+    SelectionOptions,
+    TensorPipeRpcBackendOptions,
+)
 from farcall.protocol import WorkerInfo
 from farcall.rref import RRef, Target
 from farcall.runtime.interceptors import ClientCall, ClientInterceptor, ServerCall, ServerInterceptor
+from farcall.streams import Stream
 from farcall.workers import Worker, worker
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALL_COMPLETED",
+    "FIRST_COMPLETED",
+    "FIRST_EXCEPTION",
     "AlreadyInitializedError",
     "AuthenticationError",
     "BackendError",
@@ -98,19 +121,25 @@ __all__ = [
     "ClientInterceptor",
     "ConnectionRefusedByPeer",
     "DeviceError",
+    "DoneAndNotDone",
     "EncryptionError",
     "ExpelledError",
     "ForkedProcessError",
     "Future",
+    "Futures",
     "Group",
+    "GroupCallError",
+    "MapStream",
     "MembershipChange",
     "NotAllowedError",
     "NotInitializedError",
+    "Outcome",
     "OwnerLost",
     "OwnerLostError",
     "PeerRefusedError",
     "ProtocolError",
     "RRef",
+    "RRefs",
     "ReferenceRefused",
     "ReferenceRefusedError",
     "RemoteError",
@@ -120,10 +149,12 @@ __all__ = [
     "RpcBackendOptions",
     "RpcError",
     "RpcTimeoutError",
+    "SelectionOptions",
     "SerializationError",
     "ServerCall",
     "ServerInterceptor",
     "ShutdownError",
+    "Stream",
     "Target",
     "TensorPipeRpcBackendOptions",
     "UnknownWorkerError",
@@ -134,6 +165,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerLost",
     "WorkerLostError",
+    "Workers",
     "_all_gather",
     "_barrier",
     "_delete_all_user_and_unforked_owner_rrefs",
@@ -145,6 +177,7 @@ __all__ = [
     "_wait_all_workers",
     "add_interceptor",
     "add_membership_callback",
+    "as_completed",
     "backend_registered",
     "backend_registry",
     "cancelled",
@@ -161,6 +194,7 @@ __all__ = [
     "get_worker_info",
     "get_worker_infos",
     "group",
+    "idempotent",
     "init_backend",
     "init_rpc",
     "interruptible",
@@ -175,8 +209,10 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait",
     "wait_all",
     "worker",
+    "workers",
 ]
 
 _NOT_HERE = {

@@ -48,9 +48,11 @@ _ANSWER: Final = 1.0
 
 
 class Key(NamedTuple):
-    """Identifies a gathering: its members, and the number of earlier gatherings of the same members.
+    """Identifies a gathering: one `_all_gather` of certain workers, its members.
 
-    `members` are their names, sorted; the first one leads. `number` is 0 for their first gathering.
+    `members` are the names of the members, sorted; the first one leads, that is, collects the values. `ids` are the ids
+    of the members, in the same order. `number` is the number of earlier gatherings of the same members, 0 for their
+    first one. The fields are not checked here, but by `_check_key`.
     """
 
     members: tuple[str, ...]
@@ -62,10 +64,16 @@ class Key(NamedTuple):
 
 
 class Gathering:
-    """The state of one gathering on its leader: who is missing, the values so far, and the future of the outcome.
+    """The state of one `_all_gather` of certain workers, a gathering, on the worker that collects the values.
 
     Args:
-        members: The names of the workers that take part. All of them count as missing at first.
+        members: The names of the workers that take part. Not empty; not checked.
+
+    Attributes:
+        missing: The names of the workers that have not given their value yet; all of them at first.
+        brought: The values so far, by the name of the worker.
+        outcome: The future of the values of all workers by name, or of the error of a failed gathering.
+        is_looked_for: Whether the leader has begun to call the missing workers, to find out whether they are alive.
     """
 
     def __init__(self, members: Iterable[str]) -> None:
@@ -76,10 +84,11 @@ class Gathering:
 
 
 class Gatherings:
-    """The gatherings of one worker: those that it takes part in, and those that it leads.
+    """The gatherings of one worker: those that it takes part in, and those that it leads. Created empty.
 
-    A gathering is one `_all_gather` of certain members. Decisions are made under a lock. Futures are completed outside
-    of it, because their callbacks may call this object again. All methods may be called from any thread.
+    A gathering is one `_all_gather` of certain workers, its members. The member whose name is first leads: it collects
+    the values. Decisions are made under a lock. Futures are completed outside of it, because their callbacks may call
+    this object again. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -89,14 +98,14 @@ class Gatherings:
         self._looks: dict[Key, list[Future[None]]] = {}  # answered when this worker comes to that gathering
 
     def enter(self, members: tuple[str, ...], ids: tuple[int, ...]) -> Key:
-        """Counts this worker as taking part in the next gathering of these members, and returns its key.
+        """Counts this worker as taking part in the next `_all_gather` of these members, and returns its key.
 
-        Every call starts another gathering: the first returns number 0, the next number 1. Completes the futures that
-        `look` returned for this key. Raises nothing.
+        Every call starts another gathering: the first returns number 0, the next number 1. Other workers that wait for
+        this one to take part (`look`) get their replies. Raises nothing.
 
         Args:
             members: The names of the members, sorted, this worker included. Not checked.
-            ids: Their ids, in the same order.
+            ids: Their ids, in the same order. Not checked.
         """
         with self._lock:
             key = Key(members, ids, self._numbers.get((members, ids), 0))
@@ -107,20 +116,22 @@ class Gatherings:
         return key
 
     def leave(self, key: Key) -> None:
-        """Undoes `enter` when the leader could not be called, so that the next gathering has the same number.
+        """Undoes `enter`, which returned `key`, so that the next gathering of these members has the same number.
 
-        Does nothing if `enter` has started another gathering of these members since. Raises `KeyError` for members of
-        which `enter` has never started a gathering.
+        Called when the leader, which collects the values, could not be called. Does nothing if `enter` has started
+        another gathering of these members since. Raises `KeyError` for members of which `enter` has never started a
+        gathering.
         """
         with self._lock:
             if self._numbers[key.members, key.ids] == key.number + 1:
                 self._numbers[key.members, key.ids] = key.number
 
     def look(self, key: Key) -> Future[None]:
-        """Returns a future that completes with None when this worker takes part; at once if it has already.
+        """Returns a future that completes with None when this worker takes part in the gathering `key`.
 
-        For one gathering only the 8 newest futures are kept. Older ones never complete: the calls that wait for them
-        have timed out.
+        If this worker has taken part already, the future is done. A gathering is one `_all_gather` of certain workers;
+        whether this worker is one of them is not checked. For one gathering only the 8 newest futures are kept. Older
+        ones never complete: the calls that wait for them have timed out.
         """
         future: Future[None] = Future()
         with self._lock:
@@ -134,12 +145,12 @@ class Gatherings:
     # At the leader
 
     def bring(self, key: Key, name: str, part: Any) -> Future[dict[str, Any]]:
-        """Records the value of a member. Called on the leader, once for each member.
+        """Records the value of one member. Called on the worker that collects the values, once for each member.
 
         Args:
-            key: The gathering. Its state is created if this is the first value.
+            key: The gathering: one `_all_gather` of certain workers. Its state is created if this is the first value.
             name: The name of the member.
-            part: The value of the member.
+            part: The value of the member; may be None.
 
         Returns:
             A future of the values of all members by name, in the order of the names. It is done when the last value is
@@ -162,13 +173,13 @@ class Gatherings:
         return gathering.outcome
 
     def fail(self, key: Key, error: RpcError, lost: str | None = None) -> None:
-        """Fails a gathering for all workers that wait for it. Called on the leader.
+        """Fails a gathering for all workers that wait for it. Called on the worker that collects the values.
 
         Does nothing if the gathering is complete, or if this worker knows no gathering of that key. If the gathering
-        has failed already, it keeps its first error, and only `lost` is recorded.
+        has failed already, it keeps its first error, and only `lost` is recorded. Raises nothing.
 
         Args:
-            key: The gathering.
+            key: The gathering: one `_all_gather` of certain workers.
             error: The exception that the waiting workers get.
             lost: The name of a member that will never take part; None if there is none.
         """
@@ -184,26 +195,31 @@ class Gatherings:
             gathering.outcome.exception()  # it may be that nobody waits any more
 
     def _settle(self, key: Key, gathering: Gathering) -> bool:
-        """Deletes the gathering if no member is missing. Returns whether it did. The caller holds the lock."""
+        """Deletes `gathering`, the state under `key`, if no member is missing any more. The caller holds the lock.
+
+        Returns True if it was deleted, and False if members are missing. Raises `KeyError` if it was deleted before.
+        """
         if gathering.missing:
             return False
         del self._led[key]
         return True
 
     def missing(self, key: Key) -> list[str]:
-        """Returns the names of the members that have not given a value yet, sorted. Called on the leader.
+        """Returns the names of the members that have not given a value to the gathering `key` yet, sorted.
 
-        Returns an empty list if the gathering is complete, or if this worker does not lead it.
+        Returns an empty list if the gathering (an `_all_gather` of certain workers) is complete, or if this worker is
+        not its leader, which collects the values.
         """
         with self._lock:
             gathering = self._led.get(key)
             return sorted(gathering.missing) if gathering is not None else []
 
     def elsewhere(self, key: Key) -> dict[str, tuple[str, ...]]:
-        """Returns the missing members that wait in another gathering, each with the members of that one.
+        """Returns the missing members of `key` that have called `_all_gather` with other workers, for an error message.
 
-        Used for an error message. Only gatherings that this worker leads are searched. Returns an empty dict if no
-        missing member waits elsewhere, or if the gathering is unknown.
+        The result has the name of each such member, and the names of the workers with which it called. Only gatherings
+        of which this worker collects the values are searched. Returns an empty dict if there is no such member, or if
+        `key` is unknown here.
         """
         with self._lock:
             gathering = self._led.get(key)
@@ -216,11 +232,11 @@ class Gatherings:
             }
 
     def begin_to_look(self, key: Key) -> list[str]:
-        """Returns the names of the missing members, sorted, for the leader to call each of them.
+        """Returns the names of the workers to call, to find out whether they are alive; sorted.
 
-        Only the first call for a gathering returns them.
-
-        Returns an empty list in later calls, and if the gathering is unknown, complete or failed.
+        They are those that have not given a value to the gathering `key` yet. The leader, which collects the values,
+        calls them. Only the first call for a gathering returns names. Returns an empty list in later calls, and if the
+        gathering is unknown, complete or failed.
         """
         with self._lock:
             gathering = self._led.get(key)
@@ -230,9 +246,10 @@ class Gatherings:
             return sorted(gathering.missing)
 
     def is_awaited(self, key: Key, name: str) -> bool:
-        """Returns whether a gathering still waits for the value of member `name`.
+        """Returns whether the gathering `key` still waits for the value of member `name`.
 
-        Returns False if the gathering is unknown, complete or failed, or if `name` is not a member.
+        A gathering is one `_all_gather` of certain workers. Returns False if the gathering is unknown here, complete or
+        failed, or if `name` is not a member.
         """
         with self._lock:
             gathering = self._led.get(key)
@@ -240,7 +257,10 @@ class Gatherings:
 
 
 def gatherings_of(agent: RpcAgent) -> Gatherings:
-    """Returns the gatherings of an agent. They are created by the first call, and live as long as the agent."""
+    """Returns the gatherings of an agent: each `_all_gather` in which its worker takes part or collects the values.
+
+    The object is created by the first call, without any gathering, and lives as long as the agent.
+    """
     found: Gatherings = vars(agent).setdefault("_gatherings", Gatherings())
     return found
 
@@ -252,12 +272,13 @@ def gatherings_of(agent: RpcAgent) -> Gatherings:
 def waiting_for_each_other(key: Key, name: str, part: Any) -> Future[dict[str, Any]]:
     """Called on the leader by another member: records the value of that member, and answers with the values of all.
 
-    The reply is sent when all members have given their values, or the gathering has failed.
+    The leader is the member whose name is first. The reply, a dict of the values by name, is sent when all members have
+    given their values. If the gathering fails, the reply is its error, `WorkerLostError` or `RpcTimeoutError`.
 
     Args:
-        key: The gathering.
+        key: The gathering: one `_all_gather` of certain workers, its members.
         name: The name of the calling member.
-        part: Its value.
+        part: Its value; may be None.
 
     Raises:
         UsageError: `key` is not a valid `Key`, `name` is not one of its members, or the member has given a value
@@ -271,9 +292,10 @@ def waiting_for_each_other(key: Key, name: str, part: Any) -> Future[dict[str, A
 
 @async_execution
 def coming_to_the_others(key: Key) -> Future[None]:
-    """Called on a missing member by the leader: answers with None when this worker takes part in the gathering.
+    """Called on a missing member by the leader: answers with None when this worker calls `_all_gather` for `key`.
 
-    The reply is sent at once if this worker has taken part already.
+    The leader is the worker that collects the values. The reply is sent at once if this worker has called already.
+    Whether it is a member is not checked.
 
     Raises:
         UsageError: `key` is not a valid `Key`.
@@ -283,9 +305,10 @@ def coming_to_the_others(key: Key) -> Future[None]:
 
 
 def _time_is_over(key: Key, timeout: float) -> None:
-    """Called on the leader by a member whose timeout expired: fails the gathering with `RpcTimeoutError`.
+    """Called on the leader by a member whose timeout expired: fails the gathering for all members.
 
-    Does nothing if the gathering is complete, has failed, or is unknown.
+    They get `RpcTimeoutError`. The leader is the worker that collects the values of an `_all_gather`. Does nothing if
+    the gathering is complete, has failed, or is unknown.
 
     Args:
         key: The gathering.
@@ -304,7 +327,8 @@ def _time_is_over(key: Key, timeout: float) -> None:
 def _look_for_missing(key: Key) -> None:
     """Called on the leader by a member that waits: calls every missing member, to notice members that were lost.
 
-    Does nothing if an earlier call has done so, or if the gathering is unknown, complete or failed.
+    The leader is the worker that collects the values of an `_all_gather`. Does not wait for the replies. Does nothing
+    if an earlier call has done so, or if the gathering `key` is unknown, complete or failed.
 
     Raises:
         UsageError: `key` is not a valid `Key`.
@@ -319,8 +343,8 @@ def _look_for_missing(key: Key) -> None:
 def _check_key(key: Any) -> None:
     """Raises `UsageError` if `key` is not a `Key` of a tuple of str, a tuple of int and an int. Returns None if it is.
 
-    The key came from another worker, which may always call these functions, whatever the allow-list says. Keys are
-    hashed, sorted and printed, so nothing but exact types is accepted.
+    The key names an `_all_gather` and came from another worker, which may be hostile. Keys are hashed, sorted and
+    printed, so subclasses of these types are refused, too.
     """
     if (
         type(key) is not Key
@@ -336,14 +360,15 @@ def _check_key(key: Any) -> None:
 
 
 def _look_for(agent: RpcAgent, gatherings: Gatherings, key: Key, name: str) -> None:
-    """Calls the missing member `name`, without waiting for the reply, and again after each timeout of such a call.
+    """Asks the missing member `name` to reply when it takes part, without waiting for the reply.
 
-    Ends when the member takes part or the gathering is over. If the member is lost, the gathering fails with
-    `WorkerLostError`. Other errors mean that this worker shuts down, and are ignored.
+    Asks again each time that no reply came in `_LOOK` seconds, until the member takes part or the gathering (an
+    `_all_gather` of certain workers) is over. If the member is lost, the gathering fails with `WorkerLostError` for all
+    members. Other errors mean that this worker shuts down, and are ignored.
 
     Args:
-        agent: The agent of this worker, the leader.
-        gatherings: Its gatherings.
+        agent: The agent of this worker, which collects the values of the gathering.
+        gatherings: The gatherings of this agent.
         key: The gathering.
         name: The name of the missing member.
     """
@@ -376,10 +401,11 @@ def _all_gather(
     """Waits until all given workers have called this function, and returns the values of all of them by name.
 
     Args:
-        obj: The value of this worker, anything that a call can send.
+        obj: The value of this worker, anything that a call can send; may be None.
         worker_names: The names of the workers that take part, this one included, the same on each of them. The order
             does not matter. None or no names means all workers of the group.
-        timeout: How many seconds to wait; 0 means no limit. The default, -1, is the `rpc_timeout` of this worker.
+        timeout: How many seconds to wait; 0 means no limit. The default, -1, is the `rpc_timeout` of this worker. Any
+            other negative timeout has expired at once (`RpcTimeoutError`) or is refused (`UsageError`).
 
     Returns:
         The values by the workers' names, in the order of the names.
@@ -389,6 +415,7 @@ def _all_gather(
         WorkerLostError: A worker was lost before it called.
         UsageError: This worker is not one of `worker_names`, or `worker_names` is a single str.
         UnknownWorkerError: A name belongs to no worker.
+        SerializationError: A value cannot be pickled.
         NotAllowedError: The option `allow` of this worker, or of the first worker by name, refuses a value.
         ExpelledError: The group has declared this worker lost while it was waiting.
         NotInitializedError: This process is not a worker, or was shut down while it was waiting.
@@ -417,9 +444,7 @@ def _all_gather(
 def _wait(
     agent: RpcAgent, outcome: Future[dict[str, Any]], key: Key, deadline: float, seconds: float
 ) -> dict[str, Any]:
-    """Waits for the outcome of a gathering, and returns the values of all members by name.
-
-    Raises the error of a failed gathering, `RpcTimeoutError` at the deadline, and the reason why the agent was closed.
+    """Waits for the outcome of a gathering (one `_all_gather`), and returns the values of all members by name.
 
     Args:
         agent: The agent of this worker.
@@ -427,6 +452,12 @@ def _wait(
         key: The gathering.
         deadline: When the timeout expires, in seconds of `time.monotonic`; infinity for no limit.
         seconds: The timeout itself, for the error message.
+
+    Raises:
+        RpcTimeoutError: The deadline has passed here or on another member.
+        WorkerLostError: A member was lost before it took part.
+        NotAllowedError: A worker with an allow-list refuses a value.
+        RpcError: The agent was closed; the error says why.
     """
     leads = key.members[0] == agent.info.name
 
@@ -459,8 +490,8 @@ def _barrier(worker_names: Iterable[str]) -> None:
     """Waits until all given workers have called this function. The timeout is the `rpc_timeout` of this worker.
 
     Args:
-        worker_names: The names of the workers, this one included, the same on each of them. No names means all workers
-            of the group.
+        worker_names: The names of the workers, this one included, the same on each of them. No names, or None, means
+            all workers of the group.
 
     Raises:
         RpcTimeoutError: Not all of them have called in time.
@@ -476,7 +507,8 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Waits until all workers of the group have called this function.
 
     Args:
-        timeout: How many seconds to wait; 0, the default, means no limit.
+        timeout: How many seconds to wait; 0, the default, means no limit. -1 means the `rpc_timeout` of this worker.
+            Any other negative timeout has expired at once (`RpcTimeoutError`) or is refused (`UsageError`).
 
     Raises:
         RpcTimeoutError: Not all of them have called in time.
@@ -487,9 +519,10 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _members(agent: RpcAgent, worker_names: Iterable[str] | None) -> tuple[str, ...]:
-    """Returns the names of the workers that take part in a gathering, sorted, so that all agree on the leader.
+    """Returns the names of the workers that take part in an `_all_gather`, sorted, so that all agree on who is first.
 
-    None or no names means all workers of the group. A name that is given twice counts once.
+    `agent` is the agent of this worker. None or no names means all workers of the group. A name given twice counts
+    once.
 
     Raises:
         UsageError: `worker_names` is a single str or bytes, or this worker is not one of them.
@@ -511,13 +544,13 @@ def _members(agent: RpcAgent, worker_names: Iterable[str] | None) -> tuple[str, 
 def _too_late(
     missing: Iterable[str], seconds: float, elsewhere: Mapping[str, Iterable[str]] | None = None
 ) -> RpcTimeoutError:
-    """Returns the error for a gathering whose timeout expired.
+    """Returns the error for an `_all_gather` whose timeout expired.
 
     Args:
-        missing: The names of the workers that did not take part.
+        missing: The names of the workers that did not take part. If empty, the message names none.
         seconds: The timeout.
-        elsewhere: The missing workers that wait in a gathering of other members, each with the names of these members.
-            None or empty if there are none.
+        elsewhere: The missing workers that called `_all_gather` with other workers: the name of each, and the names of
+            the workers with which it called. None or empty if there are none.
     """
     if elsewhere:
         others = "; ".join(f"{name!r} called it with {_listed(there)}" for name, there in elsewhere.items())

@@ -41,13 +41,14 @@ _lock = threading.RLock()  # reentrant, because a signal handler may shut down i
 
 
 class _ServingThread(threading.local):
-    """Attributes of the current thread: which agent it works for."""
+    """Attributes of the current thread: which agent it works for. Each thread that reads them sees its own."""
 
     agent: RpcAgent | None = None
     """The agent whose functions and callbacks the thread runs; None for a thread of the program."""
 
 
 serving = _ServingThread()
+"""The agent that the current thread works for: `serving.agent`, None on a thread of the program."""
 
 
 class _Block(NamedTuple):
@@ -62,6 +63,7 @@ class _Block(NamedTuple):
 
 
 _block: ContextVar[_Block | None] = ContextVar("farcall_block", default=None)
+"""The innermost `with` block of a group around the current code; None if there is none."""
 
 
 # The agents of this process
@@ -69,6 +71,8 @@ _block: ContextVar[_Block | None] = ContextVar("farcall_block", default=None)
 
 def add(agent: RpcAgent, group: object, *, is_of_init_rpc: bool = False) -> None:
     """Adds an agent to those of this process, and removes those that a forked child has inherited from its parent.
+
+    An agent that was added already gets the new `group`. Raises nothing.
 
     Args:
         agent: The agent.
@@ -115,7 +119,11 @@ def agent_of_init_rpc() -> RpcAgent | None:
 
 
 def current_agent() -> RpcAgent:
-    """Returns the current agent, the one that the functions of the package act for; see the rules of this module.
+    """Returns the current agent: the one for which `rpc_sync` and the other functions of the package act.
+
+    That is the agent of the innermost enclosing `with` block of a group, or, in a function that runs for another
+    worker, the agent that runs it. Without these it is the agent of `init_rpc`, else the agent of the only group of
+    this process.
 
     Raises:
         NotInitializedError: This process has no agent; or it has several of different groups, none of them of
@@ -137,7 +145,12 @@ def current_agent() -> RpcAgent:
 
 
 def find_current_agent() -> RpcAgent | None:
-    """Returns the current agent, as `current_agent` does, but None where `current_agent` raises."""
+    """Returns the agent for which the functions of the package act now, the current agent; None if it is not known.
+
+    That is the agent of the innermost enclosing `with` block of a group, or, in a function that runs for another
+    worker, the agent that runs it. Without these it is the agent of `init_rpc`, else the agent of the only group of
+    this process. It is not known if this process has no agent, or is in several groups and has none of these.
+    """
     if sole is not None:
         return sole
     block, agent = _block.get(), serving.agent
@@ -154,7 +167,9 @@ def find_current_agent() -> RpcAgent | None:
 
 
 def current_reference_store() -> ReferenceStore:
-    """Returns the references that the current agent owns and uses.
+    """Returns the reference store of the current agent: the references that it owns and uses.
+
+    The current agent is that of the enclosing `with` block, of `init_rpc`, or of the only group of this process.
 
     Raises:
         NotInitializedError: There is no current agent, or it was shut down.
@@ -168,12 +183,18 @@ def current_reference_store() -> ReferenceStore:
 
 
 def enter_block(agent: RpcAgent) -> Token[Any]:
-    """Makes an agent the current one of this context (`contextvars`). Returns a token for `leave_block`."""
+    """Makes an agent the current one of this context (`contextvars`): the functions of the package act for it.
+
+    Returns a token for `leave_block`, which undoes this. Blocks can be nested. The agent is not checked.
+    """
     return _block.set(_Block(agent, serving.agent))
 
 
 def leave_block(token: Token[Any]) -> None:
-    """Undoes the `enter_block` that returned `token`. Does nothing in another context, such as another task's."""
+    """Undoes the `enter_block` that returned `token`. Does nothing in another context, such as another task's.
+
+    Raises `RuntimeError` if the token was used already.
+    """
     try:
         _block.reset(token)
     except ValueError:
@@ -184,7 +205,10 @@ def leave_block(token: Token[Any]) -> None:
 
 
 def _abandon_in_child() -> None:
-    """Runs in a forked child: makes the agents of the parent unusable here, without sending anything."""
+    """Runs in a forked child: makes the agents of the parent unusable here, without sending anything.
+
+    Does nothing if the parent has no agents.
+    """
     global _lock
     _lock = threading.RLock()  # another thread of the parent may have held it
     serving.agent = None
@@ -193,7 +217,7 @@ def _abandon_in_child() -> None:
 
 
 def _tell_before_fork() -> None:
-    """Runs before a fork, in the parent: tells all agents that the process is about to fork."""
+    """Runs before a fork, in the parent: tells all agents, if there are any, that the process is about to fork."""
     for agent in list(_groups):
         agent.about_to_fork()
 

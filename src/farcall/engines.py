@@ -48,14 +48,16 @@ _LEAVE: Final = "leave"
 def local(workers: int, *, name: str = "worker", options: RpcBackendOptions | None = None) -> Group:
     """Returns a group of new processes on this host, which start and end with its `with` block.
 
-    Entering the block raises `RendezvousError` if a worker cannot start, for example because its script fails.
+    Nothing is started before the block is entered. Entering raises `RendezvousError` if a worker cannot start or join
+    in time, for example because its script fails.
 
     Args:
         workers: The number of processes to start, at least 1. This process is a member besides, named `main`, with rank
             0.
         name: The beginning of the workers' names, not empty. With "worker" they are `worker0`, `worker1` and so on.
+            Names that are too long or not printable are refused by the workers, so entering the block fails.
         options: The options of all members; None for the defaults. `init_method` must not be set, because the engine
-            chooses where the members find each other.
+            chooses where the members find each other. An object of another type raises `AttributeError`.
 
     Raises:
         UsageError: `workers` is not a whole number of at least 1, `name` is not a str or is empty, or `options` has an
@@ -75,10 +77,12 @@ def local(workers: int, *, name: str = "worker", options: RpcBackendOptions | No
 
 
 class _LocalProcesses(Group):
-    """A group of this process and of processes that it starts on this host.
+    """A group of this process, named `main`, and of processes that it starts on this host.
+
+    The processes start when the `with` block of the group is entered, and end when it is left. Nothing is checked here.
 
     Args:
-        names: The names of the workers to start, in the order of their ranks from 1 on.
+        names: The names of the workers to start, at least one, in the order of their ranks from 1 on.
         options: The options of all members. A secret is generated if neither they nor FARCALL_SECRET have one.
     """
 
@@ -96,9 +100,10 @@ class _LocalProcesses(Group):
         self._directory = ""
 
     def _join(self) -> None:
-        """Starts the processes and joins the group. Ends the processes again if one of the two fails.
+        """Starts the processes and joins the group. If either fails, ends the processes and raises the error.
 
-        Raises `UsageError` if the processes run already, `RendezvousError` if a worker does not start or join in time.
+        Raises `UsageError` if the processes run already, `RendezvousError` if a worker does not start or join within
+        `init_timeout` seconds of the options, and `OSError` if the system cannot start a process.
         """
         if self._directory:
             raise UsageError("the workers of this group were started already; make another one")
@@ -112,10 +117,11 @@ class _LocalProcesses(Group):
             raise
 
     def _start(self) -> None:
-        """Starts the processes, and waits until each has imported the script.
+        """Starts the processes, and waits until each has imported the script of this process.
 
-        Raises `RendezvousError` if one of them ends before, or has not done so after `init_timeout` seconds of the
-        options.
+        Raises `RendezvousError` if a process ends before that, or has not imported the script after `init_timeout`
+        seconds of the options. Raises `OSError` if the system cannot start a process. After an error, the caller must
+        end the processes that were started.
         """
         import multiprocessing
         from multiprocessing import connection
@@ -155,9 +161,11 @@ class _LocalProcesses(Group):
                     ) from None
 
     def _leave(self, graceful: bool) -> None:
-        """Leaves the group, together with the workers if `graceful`, and ends all processes.
+        """Leaves the group and ends all processes.
 
-        Raises `ShutdownError` if leaving together fails. If a worker had ended before, that is only logged.
+        If `graceful` is True, this process and the workers wait until the work of all is done. If it is False, all
+        leave at once. Raises `ShutdownError` if a graceful shutdown fails; but if a worker process had ended before,
+        the error is only logged.
         """
         died = [process.name for process in self._processes if process.exitcode is not None]
         try:
@@ -178,7 +186,11 @@ class _LocalProcesses(Group):
             self._end()
 
     def _end(self) -> None:
-        """Ends all processes, by force if they do not end within `GRACE_S` seconds, and removes their directory."""
+        """Ends all processes, and removes the directory of their rendezvous; does nothing if there are none.
+
+        Closes the pipes, which asks the processes to end. A process that still runs after `GRACE_S` seconds is
+        terminated, then killed. A process that survives is left behind.
+        """
         self._close_pipes()
         atexit.unregister(self._close_pipes)
         deadline = monotonic() + GRACE_S
@@ -197,20 +209,25 @@ class _LocalProcesses(Group):
         self._directory = ""
 
     def _close_pipes(self) -> None:
-        """Closes the pipes to the workers, which makes them leave at once. May be called again."""
+        """Closes the pipes to the workers, which makes each leave the group at once and end. May be called again."""
         for pipe in self._pipes:
             pipe.close()
         self._pipes.clear()
 
 
 def _run_worker(pipe: Any, name: str, rank: int, world_size: int, options: RpcBackendOptions, secret: str) -> None:
-    """The program of a worker process: joins the group, serves, and leaves when the pipe says so or ends.
+    """The program of a worker process: joins the group, serves calls, and leaves when `pipe` says so or is closed.
+
+    Returns when the group is left. Raises `RendezvousError` or `UsageError` if the group cannot be joined, which ends
+    the process.
 
     Args:
-        pipe: The connection to the process that has started this one. It is sent the name once the script is imported.
+        pipe: The connection to the process that has started this one. This process sends its name when it has imported
+            the script. When it receives `_LEAVE`, it shuts down gracefully. When it receives anything else, or the pipe
+            is closed, it shuts down at once.
         name: The name of this worker.
-        rank: Its rank.
-        world_size: The number of members of the group.
+        rank: Its rank, from 1 on.
+        world_size: The number of members of the group, the starting process included.
         options: Its options, without the secret.
         secret: The secret of the group.
     """

@@ -25,6 +25,8 @@
         └── PeerRefusedError             ... or refused the connection, and said why
             └── AuthenticationError      ... because the two ends do not have the same secret
                 └── EncryptionError      ... or because they do not agree on TLS
+    GroupCallError (ExceptionGroup)      some workers of a call on a selection failed. No RpcError: its members may be
+                                         exceptions of the program
 
 Rules
 - A message names the worker, says what went wrong with which function or argument, and says what to do next.
@@ -34,11 +36,20 @@ Rules
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError
+import concurrent.futures
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # every class that stands in this module at run time is an error
+    from collections.abc import Mapping, Sequence
+    from typing import Any, Self
 
 
 class RpcError(RuntimeError):
-    """The base class of all exceptions that farcall itself raises."""
+    """The base class of all exceptions that farcall itself raises: `except RpcError` catches all of them.
+
+    Its only argument is the message. An exception that a function raised on another worker is not one of these. It
+    arrives with its own type, or as a `RemoteError` if it cannot be rebuilt.
+    """
 
 
 class UsageError(RpcError):
@@ -46,11 +57,17 @@ class UsageError(RpcError):
 
 
 class NotInitializedError(UsageError):
-    """This process has no agent, because `init_rpc` was not called yet or `shutdown` was called already."""
+    """This process has no agent, because `init_rpc` was not called yet or `shutdown` was called already.
+
+    Also raised if the process is in several groups, and it is not known which of them is meant.
+    """
 
 
 class AlreadyInitializedError(UsageError):
-    """`init_rpc` was called while this process already has an agent. Call `shutdown` first."""
+    """`init_rpc` was called while this process already has an agent, or a `Group` was entered twice.
+
+    Shut down first.
+    """
 
 
 class ForkedProcessError(UsageError):
@@ -97,7 +114,7 @@ class RpcTimeoutError(RpcError, TimeoutError):
         self.started = started
 
 
-class CallCancelledError(RpcError, CancelledError):
+class CallCancelledError(RpcError, concurrent.futures.CancelledError):
     """The call that was waited for was cancelled: by `Future.cancel`, or with the code that it was made for.
 
     Not an `asyncio.CancelledError`, which is for code that is itself cancelled.
@@ -109,12 +126,12 @@ class WorkerLostError(RpcError, ConnectionError):
 
     Args:
         message: The text of the exception.
-        worker: The name of the lost worker; None if it is not known.
+        worker: The name of the lost worker; None if it is not known. Not checked.
 
     Attributes:
         worker: The name of the lost worker, or None.
-        is_gone: Whether the process of the worker has ended, as far as can be told: nothing listens at its addresses.
-            False if it may still run.
+        is_gone: True if nothing listens at the addresses of the worker, so its process has most likely ended. False if
+            it may still run. The constructor sets False, and the code that raises the exception may set True.
     """
 
     def __init__(self, message: str, worker: str | None = None) -> None:
@@ -124,7 +141,12 @@ class WorkerLostError(RpcError, ConnectionError):
 
 
 class OwnerLostError(WorkerLostError):
-    """The worker that owns the value of a reference was lost, and the value with it."""
+    """The worker that owns the value of a reference was lost, and the value with it.
+
+    Args:
+        message: The text of the exception.
+        worker: The name of the owner; None if it is not known.
+    """
 
 
 class ReferenceRefusedError(RpcError):
@@ -142,15 +164,15 @@ class RemoteError(RpcError):
     """The callee raised an exception that cannot be rebuilt on the caller, for example because its class is missing.
 
     Args:
-        message: The text of this exception.
-        type_name: The full name of the class of the original exception.
-        remote_message: The text of the original exception.
-        traceback: The traceback on the callee, as text.
+        message: The text of this exception, which `str()` returns.
+        type_name: The full name of the class of the original exception; empty if unknown.
+        remote_message: The text of the original exception; empty if unknown. It becomes the attribute `message`.
+        traceback: The traceback on the callee, as text; empty if unknown.
 
     Attributes:
-        type_name: The full name of the class of the original exception; empty if unknown.
-        message: The text of the original exception; empty if unknown.
-        traceback: The traceback on the callee, as text; empty if unknown.
+        type_name: The argument `type_name`.
+        message: The argument `remote_message`, not the argument `message`.
+        traceback: The argument `traceback`.
     """
 
     def __init__(self, message: str, type_name: str = "", remote_message: str = "", traceback: str = "") -> None:
@@ -165,14 +187,15 @@ class RendezvousError(RpcError):
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """Not all workers arrived at the rendezvous within the timeout. The message says which ones did.
+    """The rendezvous took longer than its timeout: the store or some workers were missing. The message says which ones.
 
     Args:
         message: The text of the exception.
-        present: The keys that the group's key-value store had when the timeout expired, if that is known.
+        present: The keys that were there when `Store.collect` timed out. Empty if there were none, or if something else
+            timed out.
 
     Attributes:
-        present: The keys that the store had when the timeout expired; empty if unknown.
+        present: The argument `present`.
     """
 
     def __init__(self, message: str, present: tuple[str, ...] = ()) -> None:
@@ -189,7 +212,7 @@ class ShutdownError(RpcError):
 
 
 class ProtocolError(RpcError, ConnectionError):
-    """The other end of a connection sent bytes that are not valid in farcall's protocol."""
+    """The other end of a connection sent bytes that are not valid in farcall's protocol, the format of its messages."""
 
 
 class VersionMismatchError(ProtocolError):
@@ -209,6 +232,65 @@ class EncryptionError(AuthenticationError):
 
     One end does not accept the certificate of the other, or one end encrypts and the other does not.
     """
+
+
+class GroupCallError(ExceptionGroup[Exception]):
+    """A call on several workers failed on some of them. `except* WorkerLostError` catches a part of it.
+
+    Not an `RpcError`, because its members may be exceptions of the program.
+
+    Args:
+        message: The text of the exception.
+        errors: The exceptions by worker name; at least one.
+        results: The results of the workers that had answered by then, by worker name.
+
+    Attributes:
+        results: The results that were there by then, by worker name.
+    """
+
+    _names: tuple[str, ...]
+    results: dict[str, Any]
+
+    def __new__(cls, message: str, errors: Mapping[str, Exception], results: Mapping[str, Any] | None = None) -> Self:
+        self = super().__new__(cls, message, list(errors.values()))
+        # Names, not a second table of the exceptions: a failure that travels rebuilds `exceptions` and the attributes,
+        # and the two would be different objects.
+        self._names = tuple(errors)
+        self.results = dict(results or {})
+        return self
+
+    def __init__(self, message: str, errors: Mapping[str, Exception], results: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message, list(errors.values()))
+
+    @property
+    def errors(self) -> dict[str, Exception]:
+        """The exceptions by worker name. Calls that were cancelled because of them are not in it."""
+        return dict(zip(self._names, self.exceptions, strict=False))
+
+    def derive(self, excs: Sequence[Exception], /) -> GroupCallError:  # type: ignore[override]
+        """Returns an error with a part of the exceptions, under the names of their workers. `except*` uses it."""
+        names = {id(error): name for name, error in self.errors.items()}
+        left = [name for name in self._names if self.errors[name] not in excs]
+        # A member that is a group itself is a new object here, with a part of its own members.
+        found = [names[id(error)] if id(error) in names else _take_group(left, self.errors, error) for error in excs]
+        return GroupCallError(self.message, dict(zip(found, excs, strict=True)), self.results)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GroupCallError, (self.message, self.errors, self.results)
+
+
+def _take_group(names: list[str], errors: Mapping[str, Exception], part: BaseException) -> str:
+    """Returns the name of the member of `errors` that `part` is a part of, and removes it from `names`.
+
+    Returns a number as text if there is none, as for an exception that is not of this group.
+    """
+    members = {id(each) for each in part.exceptions} if isinstance(part, BaseExceptionGroup) else set()
+    for name in names:
+        whole = errors[name]
+        if isinstance(whole, BaseExceptionGroup) and not members.isdisjoint(map(id, whole.exceptions)):
+            names.remove(name)
+            return name
+    return f"{id(part):x}"
 
 
 # The names that these had before all of them ended in `Error`. Programs may use them.

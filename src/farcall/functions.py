@@ -1,7 +1,8 @@
-"""Decorators for functions that other workers call: `async_execution` and `exposed`.
+"""Decorators for functions that other workers call: `async_execution`, `exposed` and `idempotent`.
 
 `async_execution` marks a function that returns a `Future`; its caller gets the result of that future. `exposed` marks
-a function or class that other workers may call where the option `allow` restricts calls.
+a function or class that other workers may call where the option `allow` restricts calls. `idempotent` marks a function
+that may run more than once.
 
 Theory of operation: `async_execution` sets two attributes on a wrapper of the function. The first has the name that
 torch's decorator of the same name uses, so a function decorated by either is recognised by both. The second holds a
@@ -29,6 +30,9 @@ FutureConverter: TypeAlias = Callable[[str, Any], Future[Any]]
 EXPOSED = "_farcall_exposed"
 """The name of the attribute that `exposed` sets to True on functions and classes."""
 
+_IDEMPOTENT = "_farcall_idempotent"
+"""The name of the attribute that `idempotent` sets to True on functions."""
+
 _MISSING = object()
 """The default of `exposed`'s parameter, to tell `@exposed` from `@exposed()`."""
 
@@ -46,7 +50,8 @@ def async_execution(function: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
     not through farcall, returns the future as it is.
 
     Args:
-        function: The function to mark. Put the decorator below `staticmethod` and `classmethod`.
+        function: The function to mark. Put the decorator below `staticmethod` and `classmethod`. Whether it is callable
+            is not checked.
 
     Returns:
         A wrapper with the same signature, name and documentation. If the function returns anything but a
@@ -79,13 +84,17 @@ def async_execution(function: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
 def mark_async(wrapper: Any, function: Callable[..., Any], converter: FutureConverter) -> None:
     """Marks `wrapper` as an asynchronous function, with a converter for its return values.
 
-    `async_execution` is this with a converter that accepts `farcall.Future` only. Other edges, such as torch's, pass a
-    converter for another kind of future.
+    `async_execution` marks functions that return a `farcall.Future`. This is for packages with another kind of future,
+    such as torch's. Marking a function again replaces the mark.
 
     Args:
-        wrapper: The function that is called; it gets the mark. Must accept new attributes.
+        wrapper: The function that is called; it gets the mark.
         function: The function that `wrapper` calls, which may be `wrapper` itself.
-        converter: See `FutureConverter`. What it raises becomes the outcome of the call.
+        converter: Called with the function's name and its return value; returns a `farcall.Future`, whose result the
+            remote caller gets. What it raises becomes the outcome of the call. Its type is not checked.
+
+    Raises:
+        AttributeError, TypeError: `wrapper` does not accept new attributes, as builtin functions and classes do not.
     """
     setattr(wrapper, ASYNC_MARK, function)
     setattr(wrapper, _CONVERTER, converter)
@@ -94,8 +103,10 @@ def mark_async(wrapper: Any, function: Callable[..., Any], converter: FutureConv
 def async_result(function: Callable[..., Any]) -> FutureConverter | None:
     """Returns the converter for the return values of an asynchronous function; None if `function` is not marked as one.
 
-    A function is marked by `async_execution`, by `mark_async` or by torch's decorator. A `functools.partial` and a
-    bound method count as marked if their function is.
+    The converter is called with the name of the function and its return value. It returns a `farcall.Future`, or raises
+    `TypeError`. A function is marked by `async_execution`, by `mark_async` or by torch's decorator. A
+    `functools.partial` and a bound method count as marked if their function is. An object that is not callable counts
+    as not marked.
     """
     while not hasattr(function, ASYNC_MARK):
         if not isinstance(function, functools.partial):
@@ -105,25 +116,29 @@ def async_result(function: Callable[..., Any]) -> FutureConverter | None:
 
 
 def set_default_converter(converter: FutureConverter) -> None:
-    """Sets the converter for functions that have torch's mark but no converter of their own.
+    """Sets the converter for functions that torch's own decorator has marked, and that have no converter of their own.
 
-    These are functions that torch's own decorator marked before `farcall.pytorch.install()` replaced it. Until this is
+    These are functions that were marked before `farcall.pytorch.install()` replaced torch's decorator. Until this is
     called, they must return a `farcall.Future`; otherwise their caller gets a `TypeError`.
 
     Args:
-        converter: See `FutureConverter`. Replaces an earlier one.
+        converter: Called with a function's name and its return value; returns a `farcall.Future`, or raises
+            `TypeError`. Replaces an earlier one. Its type is not checked.
     """
     global _default_converter
     _default_converter = converter
 
 
 def is_async_execution(function: Callable[..., Any]) -> bool:
-    """Returns whether `function` is marked by `async_execution`, directly or inside a partial or bound method."""
+    """Returns True if `function` is marked by `async_execution`, itself or in a partial or bound method; else False.
+
+    Functions marked by `mark_async` or by torch's own decorator count as well.
+    """
     return async_result(function) is not None
 
 
 def _check_future(name: str, result: Any) -> Future[Any]:
-    """Returns `result` if it is a `Future`. Raises `TypeError`, naming the function, if not."""
+    """Returns `result` if it is a `Future`, else raises `TypeError`. `name` is the function's, for the message."""
     if not isinstance(result, Future):
         raise TypeError(
             f"functions decorated with async_execution must return a Future, but `{name}` returned a "
@@ -148,7 +163,7 @@ def exposed(target: Any = _MISSING) -> Any:
 
     A worker with `allow=[]` accepts calls of marked functions and nothing else. Of a marked class, other workers may
     create instances and call the public methods. On a worker without `allow` the mark has no effect. Both `@exposed`
-    and `@exposed()` work, above or below `staticmethod` and `classmethod`.
+    and `@exposed()` work, above or below `staticmethod` and `classmethod`. Marking again has no effect.
 
     Args:
         target: The function or class to mark. Without it, the decorator itself is returned.
@@ -157,7 +172,7 @@ def exposed(target: Any = _MISSING) -> Any:
         `target` itself, unchanged but for the mark.
 
     Raises:
-        TypeError: `target` does not accept attributes, as a builtin function or class does not.
+        TypeError: `target` does not accept attributes, as None and builtin functions and classes do not.
 
     Example:
         >>> @farcall.exposed
@@ -175,3 +190,39 @@ def exposed(target: Any = _MISSING) -> Any:
             "allow"
         ) from None
     return target
+
+
+def idempotent(function: E) -> E:
+    """Marks a function or method that may run more than once: `map` tries again after a lost worker.
+
+    Args:
+        function: The function to mark.
+
+    Returns:
+        `function` itself, unchanged but for the mark.
+
+    Raises:
+        TypeError: `function` does not accept attributes, as a builtin does not. Use the option `idempotent` of a
+            selection.
+
+    Example:
+        >>> @farcall.idempotent
+        ... def thumbnail(path):
+        ...     return shrink(path.read_bytes())
+    """
+    carrier = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
+    try:
+        setattr(carrier, _IDEMPOTENT, True)
+    except (AttributeError, TypeError):
+        raise TypeError(
+            f"{function!r} cannot be marked as idempotent: mark a function of your own, or say it by "
+            "farcall.workers(...).options(idempotent=True)"
+        ) from None
+    return function
+
+
+def is_idempotent(function: Callable[..., Any]) -> bool:
+    """Returns whether `function` is marked by `idempotent`, directly or inside a partial or bound method."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return bool(getattr(function, _IDEMPOTENT, False))

@@ -44,6 +44,7 @@ from farcall.gate import FOREVER, Gate, running_loop
 
 if TYPE_CHECKING:
     import asyncio
+    import concurrent.futures
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -220,6 +221,10 @@ class Future(Generic[T]):
     def done(self) -> bool:
         """Returns whether the future has a result or an exception."""
         return self._state != PENDING
+
+    def failed_with(self) -> BaseException | None:
+        """Returns the exception of a complete future; None if it has a result or is not complete. Never raises."""
+        return cast(BaseException, self._value) if self._load() == FAILED else None
 
     def _block_for(self, timeout: float | None) -> None:
         """Waits until the future is complete. Raises `TimeoutError` after `timeout` seconds; None means no limit."""
@@ -411,12 +416,42 @@ class Future(Generic[T]):
             self._report.seen = True  # the callee has cancelled it
         return True
 
+    def as_concurrent(self) -> concurrent.futures.Future[T]:
+        """Returns a `concurrent.futures.Future` with the same outcome, for libraries that take only those.
+
+        Cancelling the returned future cancels this one.
+        """
+        from concurrent.futures import Future as ConcurrentFuture  # not at the head: `import farcall` does without
+
+        view: ConcurrentFuture[T] = ConcurrentFuture()
+        # Whether it was completed or cancelled first: only one of the two may tell the threads that wait for the view.
+        is_told = threading.Lock()
+
+        def complete(future: Future[T]) -> None:
+            error = future.failed_with()
+            if future.cancelled():
+                view.cancel()
+            elif is_told.acquire(blocking=False) and view.set_running_or_notify_cancel():
+                if error is None:
+                    view.set_result(future.value())
+                else:
+                    view.set_exception(error)
+
+        def cancel(view: ConcurrentFuture[T]) -> None:
+            if view.cancelled() and is_told.acquire(blocking=False):
+                view.set_running_or_notify_cancel()
+                self.cancel()
+
+        view.add_done_callback(cancel)
+        self.watch(complete, waker=False)
+        return view
+
     @property
     def _condition(self) -> NoReturn:  # the first thing that concurrent.futures.wait and as_completed look for
         """Raises `AttributeError`: `concurrent.futures.wait` and `as_completed` do not work with farcall futures."""
         raise AttributeError(
-            "concurrent.futures.wait and as_completed take only futures of their own kind: use farcall.wait_all or "
-            "farcall.collect_all, or asyncio.wait in an event loop"
+            "concurrent.futures.wait and as_completed take only futures of their own kind: use farcall.wait or "
+            "farcall.as_completed, give them future.as_concurrent(), or use asyncio.wait in an event loop"
         )
 
     def watch(self, watcher: Watcher, *, waker: bool, attended: bool = False) -> None:
@@ -800,6 +835,13 @@ def settle_failed(future: Future[Any], error: BaseException) -> Callbacks | None
     return future.settle(FAILED, error)
 
 
+def failed_future(error: BaseException) -> Future[Any]:
+    """Returns a future that has failed with `error` already."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
 def _meant_for_the_program(error: BaseException, future: Future[Any]) -> BaseException | None:
     """Returns `error` if it is a `KeyboardInterrupt` or `SystemExit` in the main thread, else None.
 
@@ -891,6 +933,27 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     for future in all_futures:
         future.watch(one_done, waker=True, attended=True)
     return collected
+
+
+class _Some(_All):
+    """The source of a `DerivedFuture`."""
+
+    def drive(self, future: Future[Any], deadline: float) -> None:
+        """Does nothing: the futures have callbacks, so they are completed although no thread waits for them."""
+
+
+class DerivedFuture(Future[T]):
+    """A future that its maker completes in callbacks of other futures. Cancelling it cancels all of them.
+
+    Args:
+        futures: The other futures.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, futures: list[Future[Any]]) -> None:
+        super().__init__()
+        self._source: Any = _Some(futures)
 
 
 def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:

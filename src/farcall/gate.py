@@ -25,7 +25,12 @@ FOREVER: Final = math.inf
 
 
 class _BlockingThread(threading.local):
-    """Functions to call before and after a sleep of the current thread; None on threads that no executor owns."""
+    """What the current thread calls around a sleep; each thread has values of its own, set by its executor.
+
+    Attributes:
+        before: Called before a sleep, so that another thread takes over; None on a thread that no executor owns.
+        after: Called after a sleep; None on a thread that no executor owns.
+    """
 
     before: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
@@ -35,26 +40,26 @@ blocking_thread = _BlockingThread()
 
 
 def on_serving_thread() -> bool:
-    """Returns whether the current thread belongs to an executor, that is, runs a function for another worker."""
+    """Returns True if the current thread belongs to an executor, so runs a function for another worker; else False."""
     return blocking_thread.before is not None
 
 
 class asleep:  # noqa: N801 (reads as a word: with asleep(): ...)
     """Context manager around code in which a thread may sleep for long: tells the executor that owns the thread.
 
-    Does nothing on threads that no executor owns.
+    The executor then lets another thread take over. Does nothing on a thread that no executor owns.
     """
 
     __slots__ = ()
 
     def __enter__(self) -> None:
-        """Tells the executor that this thread may sleep."""
+        """Tells the executor that this thread may sleep; does nothing if no executor owns the thread."""
         before = blocking_thread.before
         if before is not None:
             before()
 
     def __exit__(self, *_: object) -> None:
-        """Tells the executor that this thread goes on."""
+        """Tells the executor that this thread goes on; does nothing if no executor owns it. Lets exceptions pass."""
         after = blocking_thread.after
         if after is not None:
             after()
@@ -102,7 +107,8 @@ def must_not_sleep() -> bool:
 def sleep_in_poll(poll: select.poll, seconds: float) -> bool:
     """Waits until a descriptor of `poll` is ready, and returns True; returns False if none is ready after `seconds`.
 
-    0 does not wait. A signal handler that raises (Ctrl-C in the main thread) ends the wait at once.
+    0 does not wait, a negative number waits without limit, and infinity raises `OverflowError`. A signal handler that
+    raises (Ctrl-C in the main thread) ends the wait at once.
     """
     return bool(poll.poll(seconds * 1000))
 
@@ -110,8 +116,8 @@ def sleep_in_poll(poll: select.poll, seconds: float) -> bool:
 class Gate:
     """One thread sleeps at a gate until another thread opens it.
 
-    A gate that was opened while nobody slept lets the next sleeper pass at once, and is closed again. Opening an open
-    gate has no effect.
+    A new gate is closed. A gate that was opened while no thread slept lets the next sleeper pass at once, and is closed
+    again. Opening an open gate has no effect. If several threads sleep, opening the gate wakes one of them.
     """
 
     __slots__ = ("_lock",)
@@ -121,7 +127,7 @@ class Gate:
         self._lock.acquire()
 
     def open(self, _: object = None) -> None:
-        """Wakes the thread that sleeps here, or lets the next one pass. Does nothing if the gate is open.
+        """Wakes the thread that sleeps at the gate, or lets the next one pass; does nothing if the gate is open.
 
         Args:
             _: Ignored, so that the method can be used as a callback of a future.
@@ -132,14 +138,15 @@ class Gate:
             pass  # open already
 
     def sleep(self, deadline: float) -> bool:
-        """Sleeps until the gate is opened. Returns True then, or False if the deadline passes first.
+        """Sleeps until the gate is opened, and returns True; returns False if the deadline passes first.
 
-        Returns True at once if the gate is open. Either way the gate is closed again. The executor that owns the thread
-        is told about the sleep, so that another thread takes over. Ctrl-C in the main thread ends the sleep at once.
+        Returns True at once if the gate is open. When the method returns, the gate is closed. The executor that owns
+        the thread is told about the sleep, so that another thread takes over. Ctrl-C in the main thread ends the sleep
+        at once.
 
         Args:
-            deadline: When to stop, in seconds of `time.monotonic`; `FOREVER` for no limit. If it has passed, the method
-                does not sleep.
+            deadline: When to stop, in seconds of `time.monotonic()`; `FOREVER` for no limit. If it has passed, the
+                method does not sleep.
         """
         if self._lock.acquire(blocking=False):
             return True
@@ -147,17 +154,20 @@ class Gate:
             return self.rest(deadline)
 
     def doze(self, milliseconds: int) -> bool:
-        """Sleeps until the gate is opened, at most `milliseconds`. Returns whether it was opened.
+        """Sleeps until the gate is opened, and returns True; returns False if that takes more than `milliseconds`.
 
-        The executor that owns the thread is not told about the sleep.
+        0 does not wait. A negative number raises `ValueError`, except -1000, which waits without limit. When the method
+        returns, the gate is closed. The executor that owns the thread is not told about the sleep.
         """
         return self._lock.acquire(timeout=milliseconds / 1000)
 
     def rest(self, deadline: float) -> bool:
-        """Sleeps until the gate is opened, as `sleep` does, but does not tell the executor that owns the thread.
+        """Sleeps until the gate is opened, and returns True; does not tell the executor that owns the thread.
+
+        Returns True at once if the gate is open. When the method returns, the gate is closed.
 
         Args:
-            deadline: When to stop, in seconds of `time.monotonic`; `FOREVER` for no limit.
+            deadline: When to stop, in seconds of `time.monotonic()`; `FOREVER` for no limit.
 
         Returns:
             True when the gate is opened; False if the deadline passes first or has passed.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from contextvars import Token
 from copy import copy
 from types import TracebackType
@@ -23,6 +24,7 @@ from farcall.api import check_name, launched_name, make_agent, shut_down
 from farcall.backends.interface import RpcAgent, To, worker_key
 from farcall.backends.registry import choose_backend
 from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
+from farcall.many.selection import Workers
 from farcall.options import DEFAULT_INIT_METHOD, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.workers import Worker
@@ -32,7 +34,12 @@ class Group:
     """This process as a member of a group of workers, for the length of a `with` block.
 
     Entering the block joins the group. Leaving it shuts down: gracefully at its end, at once if an exception leaves it.
-    A process may be in several groups, with an object for each.
+    A process may be in several groups, with an object for each. An object can be entered again after it was left.
+
+    The arguments are the `name` of this worker, the rendezvous `url`, the `rank` of this worker, the `world_size` (the
+    number of workers) and the `options` of the agent. If `options` is left out, the agent has the defaults. Any other
+    argument that is left out comes from the launcher or the environment. Without any world size the group is open. A
+    wrong name or options raise `UsageError` here; a wrong url, rank or world size raises it when the block is entered.
 
     Example:
         with farcall.Group("trainer", url="tcp://10.0.0.1:4000", rank=0, world_size=2) as group:
@@ -76,7 +83,8 @@ class Group:
         """Returns the group of an agent; the same object in each call.
 
         That is the `Group` that has joined with this agent. For an agent that was made elsewhere, such as by
-        `init_rpc`, it is one whose `with` block makes the group the current one, and does not leave it.
+        `init_rpc`, it is one whose `with` block makes the group the current one, and does not leave it. Neither the
+        type of `agent` nor whether it was shut down is checked.
         """
         known = vars(agent).get("_farcall_group")
         if isinstance(known, Group):
@@ -89,9 +97,14 @@ class Group:
     # Joining and leaving
 
     def __enter__(self) -> Self:
-        """Joins the group, makes it the current one, and returns this object. Raises what `init_rpc` raises.
+        """Joins the group, makes it the current one, on which `rpc_sync` acts here, and returns this object.
 
-        A group that was joined elsewhere (see `of`) is only made the current one.
+        A group that was joined elsewhere, by `init_rpc` or a `LocalGroup`, is not joined but only made the current one.
+
+        Raises:
+            AlreadyInitializedError: This object has joined already.
+            UsageError: The rank, the world size or the URL is missing or not valid.
+            RendezvousError: The other workers did not come in time, or the group refused this worker.
         """
         self._join()
         self._enter_block()
@@ -100,14 +113,30 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves the group, if this object has joined it: gracefully, or at once if an exception leaves the block.
+        """Leaves the group, if this object has joined it: gracefully if `kind` is None, else at once.
 
-        Raises `ShutdownError` as `shutdown` does.
+        Args:
+            kind: The type of the exception that leaves the block; None if there is none.
+            error: The exception. Ignored; it goes on after this method.
+            trace: Its traceback. Ignored.
+
+        Raises:
+            ShutdownError: The graceful shutdown failed, for example because a worker was lost. The group was left
+                anyway.
         """
         self._leave_block()
         self._leave(graceful=kind is None)
 
     async def __aenter__(self) -> Self:
+        """Joins the group in another thread, makes it the current one of this task, and returns this object.
+
+        A cancelled task leaves the group at once when the thread has joined it.
+
+        Raises:
+            AlreadyInitializedError: This object has joined already.
+            UsageError: The rank, the world size or the URL is missing or not valid.
+            RendezvousError: The other workers did not come in time, or the group refused this worker.
+        """
         import asyncio
 
         joining = asyncio.ensure_future(asyncio.to_thread(self._join))
@@ -123,13 +152,27 @@ class Group:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Leaves the group in another thread, if this object has joined it: gracefully if `kind` is None, else at once.
+
+        Args:
+            kind: The type of the exception that leaves the block; None if there is none.
+            error: The exception. Ignored; it goes on after this method.
+            trace: Its traceback. Ignored.
+
+        Raises:
+            ShutdownError: The graceful shutdown failed, for example because a worker was lost. The group was left
+                anyway.
+        """
         import asyncio
 
         self._leave_block()
         await asyncio.shield(asyncio.to_thread(self._leave, kind is None))
 
     def _leave_after_cancel(self, joining: Any) -> None:
-        """Leaves the group at once if `joining`, the future of a cancelled `async with`, has joined it after all."""
+        """Leaves the group at once if `joining`, the future of the thread that joins it, succeeded or was cancelled.
+
+        Does nothing if joining has failed. Called when the task of an `async with` was cancelled.
+        """
         if joining.cancelled() or joining.exception() is None:
             self._leave(graceful=False)
 
@@ -160,7 +203,12 @@ class Group:
             raise
 
     def _new_agent(self) -> RpcAgent:
-        """Returns a new agent that has joined the group and does not run calls yet. Raises as `_join` does."""
+        """Returns a new agent that has joined the group and does not run calls yet.
+
+        A worker without a name gets the one of the launcher, else one made up of host name, process id and random
+        digits. Raises `UsageError` if the rank, the world size or the URL is missing or not valid, and
+        `RendezvousError` if the other workers did not come in time or the group refused this worker.
+        """
         name = self._name or launched_name(self._rank)
         if name is None:  # an open group without a launcher: any name that nobody else has
             name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -168,16 +216,23 @@ class Group:
         return make_agent(name, backend, self._rank, self._world_size, options)
 
     def _leave(self, graceful: bool) -> None:
-        """Leaves the group if this object has joined it, else does nothing. Raises as `shutdown` does."""
+        """Leaves the group if this object has joined it, else does nothing. If `graceful`, first waits for all work.
+
+        Raises `ShutdownError` if that wait fails, and `UsageError` if this code itself runs for another worker and
+        would wait for itself.
+        """
         if self._is_owned:
             self.shutdown(graceful)
 
     def _enter_block(self) -> None:
-        """Makes this group the current one of this context. Raises `NotInitializedError` if it was not joined."""
+        """Makes this group the current one of this context: the functions of the package act on it.
+
+        Raises `NotInitializedError` if the group was not joined.
+        """
         self._blocks.append(current.enter_block(self.agent))
 
     def _leave_block(self) -> None:
-        """Undoes the last `_enter_block`."""
+        """Undoes the last `_enter_block`: the group before is current again. Raises `IndexError` if there was none."""
         current.leave_block(self._blocks.pop())
 
     def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
@@ -185,7 +240,7 @@ class Group:
 
         Args:
             graceful: Whether to wait first until the work of all workers is done; in an open group, of this one.
-            timeout: How many seconds to wait at most, more than 0; None for no limit.
+            timeout: How many seconds to wait at most, more than 0; None for no limit. Only a graceful shutdown waits.
 
         Raises:
             ShutdownError: The waiting failed, for example because the timeout expired. All resources have been released
@@ -211,7 +266,7 @@ class Group:
     def agent(self) -> RpcAgent:
         """The agent, which makes and serves the calls of this worker.
 
-        Raises `NotInitializedError` outside of the block.
+        Raises `NotInitializedError` before the group was joined and after it was left.
         """
         if self._agent is None:
             raise NotInitializedError("this process is not in the group: enter it first, `with group:`")
@@ -219,7 +274,10 @@ class Group:
 
     @property
     def info(self) -> WorkerInfo:
-        """The name and the id of this process in the group. Raises `NotInitializedError` outside of the block."""
+        """The name and the id of this process in the group.
+
+        Raises `NotInitializedError` before the group was joined and after it was left.
+        """
         return self.agent.info
 
     def worker(self, to: To | None = None) -> Worker:
@@ -235,6 +293,20 @@ class Group:
         """
         agent = self.agent
         return Worker(agent.info if to is None else worker_key(to), agent)
+
+    def workers(self, *names: str, where: Callable[[WorkerInfo], bool] | None = None, others: bool = False) -> Workers:
+        """Returns a selection of workers of this group, through which functions are run on all of them, or on any.
+
+        Args:
+            names: Names, and patterns of names such as `"rollout*"`. Without any, all workers.
+            where: Returns whether a worker of these names is in the selection; None for all.
+            others: Whether to leave out this worker.
+
+        Raises:
+            UsageError: A name is not a str, or `where` cannot be called.
+            NotInitializedError: The block was not entered, or has been left.
+        """
+        return Workers(names, where, others, self.agent)
 
     def __reduce__(self) -> NoReturn:
         """Raises `UsageError`: a group cannot be pickled."""
@@ -261,9 +333,10 @@ def group() -> Group:
 
 
 def _with_url(options: RpcBackendOptions | None, url: str | None) -> RpcBackendOptions | None:
-    """Returns a copy of the options with `url` as their `init_method`; `options` itself if `url` is None.
+    """Returns a copy of the options with `url` as the option `init_method`; `options` itself if `url` is None.
 
-    Raises `UsageError` if `options` is of another type, or has another `init_method` already.
+    If `options` is None, the copy has defaults otherwise. Raises `UsageError` if `options` is of another type, or has
+    another `init_method` already. The URL itself is not checked.
     """
     if options is not None and not isinstance(options, RpcBackendOptions):
         raise UsageError(f"the options of a group must be RpcBackendOptions, not {options!r}")

@@ -51,15 +51,19 @@ _DEVICE: Final = re.compile(r"([a-z]+)(?::(-?\d+))?")
 class BackendOptions:
     """The options that all backends have. The options of another backend are a subclass of this class.
 
-    All options are keyword arguments and attributes. Each is checked when it is set.
+    All options are keyword arguments and attributes; those left out have their defaults. Each is checked when it is
+    set.
 
     Args:
         rpc_timeout: The timeout, in seconds, of calls that do not give their own. 0 means no timeout.
-        init_method: The URL at which the workers find each other.
+        init_method: The URL at which the workers find each other. Not checked here.
 
     Raises:
-        UsageError: An option is set to a value that it cannot have; the option keeps its value.
+        UsageError: `rpc_timeout` is negative or not a number. The attribute is not changed.
         BackendError: A keyword argument names no option. The message suggests similar names.
+
+    Example:
+        >>> options = BackendOptions(rpc_timeout=30)
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -71,9 +75,10 @@ class BackendOptions:
     """
 
     def __new__(cls, *_: Any, **chosen: Any) -> Self:
-        """Returns a new object, whose options `__init__` sets.
+        """Returns a new object, whose options `__init__` sets. `chosen` are the keyword arguments; there may be none.
 
-        Raises `BackendError`, with similar names, if a keyword argument is not a parameter of `__init__`.
+        Raises `BackendError`, with similar names, if one of them is not a parameter of `__init__`. Values and
+        positional arguments are left to `__init__`.
         """
         known = inspect.signature(cls.__init__).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -97,8 +102,8 @@ class BackendOptions:
     def frozen_copy(self) -> Self:
         """Returns a deep copy for an agent to keep. Setting an option of the copy raises `UsageError`.
 
-        All values are checked again, because a list or dict may have been changed in place since it was set. The copy
-        of a frozen copy is frozen, too.
+        All values are checked again, because a list or dict may have been changed in place since it was set. The
+        original is not changed and not frozen. The copy of a frozen copy is frozen, too.
 
         Raises:
             UsageError: An option has a value that it cannot have.
@@ -116,8 +121,20 @@ class BackendOptions:
 class RpcBackendOptions(BackendOptions):
     """The options of the default backend, farcall's own agent.
 
-    All options are keyword arguments and attributes, explained below. Each is checked when it is set. All have
-    defaults.
+    All options are keyword arguments and attributes, and have defaults. Each is checked when it is set. Each attribute
+    has a description of its own. In short:
+
+    - Calls: `rpc_timeout` (seconds), `num_worker_threads` (how many functions run at once), `device_maps` and `devices`
+      (for tensors), `record_stacks` (for `farcall.references`).
+    - Rendezvous: `init_method` (a URL), `init_timeout` (seconds), `interface` (to listen on; None chooses one).
+    - Connections: `transports` (names, the preferred one first), `spin` (seconds of polling before a thread sleeps),
+      `heartbeat_interval` and `heartbeat_patience` (seconds until a silent worker is declared lost), `shared_memory`
+      (bytes; 0 for none, None for a quarter of the machine's memory, at most 4 GiB).
+    - Security: `secret` (None for that of the environment or of this user), `allow` (None allows everything),
+      `encrypt_between_hosts`, `tls_certificate`, `tls_key` and `tls_authority` (paths of files; all None
+      means that each worker creates a certificate for itself).
+    - Limits: `max_strangers` (connections without a proof of the secret), `proof_timeout` (seconds until the proof).
+      The other limits are sizes in bytes: of a message of the handshake, of a header and of a message.
 
     Raises:
         UsageError: An option is set to a value that it cannot have; the option keeps its value.
@@ -138,12 +155,13 @@ class RpcBackendOptions(BackendOptions):
 
     interface: str | None = None
     """The network interface (`eth0`) or its address to listen on. None means the one over which this worker reaches the
-    store, the small server behind the rendezvous.
+    store, the small server behind the rendezvous. `init_rpc` raises `UsageError` if this machine does not have it.
     """
 
     transports: tuple[str, ...] = ("unix", "tcp")
     """The names of the transports that may be used, the preferred one first; not empty. A transport that this host does
-    not have, or that does not lead to the other worker, is skipped."""
+    not have, or that does not lead to the other worker, is skipped. `init_rpc` raises `UsageError` for an unknown name.
+    """
 
     spin: float = 100e-6
     """How many seconds a waiting thread polls before it sleeps. 0 means it never polls. Polling is also switched off
@@ -161,7 +179,9 @@ class RpcBackendOptions(BackendOptions):
 
     secret: str | None = field(default=None, repr=False)
     """The secret of the group, at least 16 characters, the same for all workers. None means FARCALL_SECRET of the
-    environment, which `farcall run` sets, or else the content of a file of this user, which is created on first use."""
+    environment, which `farcall run` sets, or else the content of a file of this user, which is created on first use.
+    `init_rpc` raises `UsageError` if the secret is too short.
+    """
 
     allow: Sequence[Any] | None = None
     """The functions that other workers may call on this worker, and the types that they may send: modules, functions
@@ -175,13 +195,19 @@ class RpcBackendOptions(BackendOptions):
 
     tls_certificate: str | None = None
     """The path of a PEM file with this worker's certificate. None means that the worker creates a certificate for
-    itself. Set `tls_certificate`, `tls_key` and `tls_authority` together or not at all."""
+    itself. Set `tls_certificate`, `tls_key` and `tls_authority` together or not at all; `init_rpc` raises `UsageError`
+    if only some are set, or a file cannot be used.
+    """
 
     tls_key: str | None = None
-    """The path of a PEM file with the private key of `tls_certificate`, without a passphrase."""
+    """The path of a PEM file with the private key of `tls_certificate`, without a passphrase; None without a
+    certificate.
+    """
 
     tls_authority: str | None = None
-    """The path of a PEM file with the certificate of the authority that signed the certificates of all workers."""
+    """The path of a PEM file with the certificate of the authority that signed the certificates of all workers; None
+    without certificates.
+    """
 
     max_strangers: int = 256
     """How many connections may be open at once whose other end has not proved yet that it knows the secret, at least
@@ -207,7 +233,8 @@ class RpcBackendOptions(BackendOptions):
 
     record_stacks: bool = False
     """Whether a reference remembers the whole call stack at its creation, for `farcall.references()`. False means only
-    the line that created it."""
+    the line that created it. The type is not checked.
+    """
 
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
     """For the name of each callee, a map from devices of this worker to devices of the callee. A tensor on a device of
@@ -228,29 +255,32 @@ class RpcBackendOptions(BackendOptions):
         return dict(self.__dict__)
 
     def __copy__(self) -> Self:
-        """Returns a shallow copy with the secret, which `__getstate__` would refuse to copy."""
+        """Returns a shallow copy with the secret, for `copy.copy`. The copy of frozen options is frozen, too."""
         mine = object.__new__(type(self))
         mine.__dict__.update(self.__dict__)
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Returns a deep copy with the secret, which `__getstate__` would refuse to copy."""
+        """Returns a deep copy with the secret, for `copy.deepcopy`; `memo` is its table of the objects copied so far.
+
+        The copy of frozen options is frozen, too.
+        """
         mine = object.__new__(type(self))
         memo[id(self)] = mine
         mine.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return mine
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
-        """Adds entries to the device map for one callee.
+        """Adds entries to the device map for one callee. Tensors on a device of the map arrive on the mapped device.
 
         Args:
             to: The name of the callee. Whether there is such a worker is not checked.
             device_map: A dict from devices of this worker to devices of the callee. An empty one adds no entries.
 
         Raises:
-            DeviceError: A key or value is not a device, two devices are mapped to the same one, or a device is mapped
-                already to another one. Nothing has changed. Two separate calls that map two devices to the same one are
-                found only by `init_rpc`.
+            DeviceError: `device_map` is not a mapping, a key or value is not a device, two devices are mapped to the
+                same one, or a device is mapped already to another one. Nothing has changed. Two separate calls that map
+                two devices to the same one are found only by `init_rpc`.
             UsageError: An agent uses these options already.
 
         Example:
@@ -271,13 +301,14 @@ class RpcBackendOptions(BackendOptions):
         self.device_maps[to] = {**known, **added}
 
     def set_devices(self, devices: Iterable[Device]) -> None:
-        """Sets the CUDA devices of this worker that calls may use.
+        """Sets the CUDA devices of this worker that calls may use, in place of earlier ones.
 
         Args:
             devices: The devices, such as `["cuda:0", 1]`. An empty list means the devices in the device maps.
 
         Raises:
-            DeviceError: One of them is not a CUDA device. Nothing has changed.
+            DeviceError: One of them is not a CUDA device, or `devices` is a single str. Nothing has changed.
+            TypeError: `devices` cannot be iterated over; also for None.
             UsageError: An agent uses these options already.
         """
         self.devices = list(devices)
@@ -303,7 +334,7 @@ def _unknown_option_error(cls: type, name: str, known: Sequence[str]) -> Backend
 
 
 def _check_number(name: str, value: Any, is_valid: Callable[[Any], bool], rule: str) -> Any:
-    """Returns `value` if it is a real number for which `is_valid` returns True.
+    """Returns `value`, the new value of the option `name`, if it is a real number for which `is_valid` returns True.
 
     Raises `UsageError` if it is not a number, is a bool, or is not valid. `rule` says in the message what is valid.
     """
@@ -315,7 +346,10 @@ def _check_number(name: str, value: Any, is_valid: Callable[[Any], bool], rule: 
 
 
 def _check_int(least: int) -> Callable[[str, Any], int]:
-    """Returns a check for whole numbers of at least `least`. It accepts 1e6, as 1000000, and refuses 1.5 and inf."""
+    """Returns a function of an option's name and value that returns the value as an int of at least `least`.
+
+    The function accepts 1e6, as 1000000. It raises `UsageError` for a smaller number, 1.5, inf, a bool, or no number.
+    """
 
     def check(name: str, value: Any) -> int:
         number = _check_number(name, value, lambda number: number >= least, f"at least {least}")
@@ -327,14 +361,20 @@ def _check_int(least: int) -> Callable[[str, Any], int]:
 
 
 def _check_transports(name: str, value: Any) -> Any:
-    """Returns `value`. Raises `UsageError` if it is empty or a single str. The names are checked by `init_rpc`."""
+    """Returns `value`. Raises `UsageError`, which names the option `name`, if it is empty, None or a single str.
+
+    Nothing else is checked here; `init_rpc` refuses names of transports that do not exist.
+    """
     if isinstance(value, str) or not value:
         raise UsageError(f"{name} must be a tuple of names such as ('unix', 'tcp'), not {value!r}")
     return value
 
 
 def _check_secret(name: str, value: Any) -> Any:
-    """Returns `value`. Raises `UsageError` if it is neither None nor a str. `init_rpc` checks its length."""
+    """Returns `value`. Raises `UsageError`, which names the option `name`, if it is neither None nor a str.
+
+    Empty and short secrets pass; `init_rpc` refuses them.
+    """
     if value is not None and not isinstance(value, str):
         # The message has the type only: the value may be the secret, as bytes.
         raise UsageError(f"{name} must be a str, the same for all workers, not a {type(value).__name__}")
@@ -344,8 +384,8 @@ def _check_secret(name: str, value: Any) -> Any:
 def _check_allow(name: str, value: Any) -> Any:
     """Returns the entries of the option `allow` as a tuple of names; None for None, which allows everything.
 
-    Names can be compared before anything is imported. `name` is the name of the option, for messages. Raises
-    `UsageError` for a single str, for what is not iterable, and for an entry without a usable name.
+    An empty list gives an empty tuple. `name` is the name of the option, for messages. Raises `UsageError` for a single
+    str, for what is not iterable, and for an entry without a usable name.
     """
     if value is None:
         return None
@@ -355,10 +395,12 @@ def _check_allow(name: str, value: Any) -> Any:
 
 
 def _name_of_entry(option: str, target: Any) -> str:
-    """Returns the full name of a module, function or class, or a name or pattern as it is.
+    """Returns the name of one entry of the option `option`, an allow-list.
 
-    Raises `UsageError` for an object without a module and a name (a lambda, an instance), and for a text that can match
-    no name, because it has empty parts, spaces or unpaired brackets.
+    If `target` is a module, returns its name. If it is a function or class, returns "module.function". If it is a str
+    (a name or a pattern of names), returns it unchanged. Raises `UsageError` for an object without a module and a name
+    (a lambda, an instance), and for a text that can match no name, because it is empty or has empty parts, spaces or
+    unpaired brackets.
     """
     if isinstance(target, ModuleType):
         return target.__name__
@@ -383,14 +425,18 @@ def _name_of_entry(option: str, target: Any) -> str:
 
 
 def _check_bool(name: str, value: Any) -> Any:
-    """Returns `value`. Raises `UsageError` if it is not True or False."""
+    """Returns `value`. Raises `UsageError`, which names the option `name`, if it is not True or False."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} must be True or False, not {value!r}")
     return value
 
 
 def _check_device(device: Device) -> str:
-    """Returns a device as torch writes it, such as "cuda:1" for 1. Raises `DeviceError` if it is not a device."""
+    """Returns a device as torch writes it, such as "cuda:1" for 1. Whether the device exists is not checked.
+
+    `device` is an int, a text such as "cpu" or "cuda:1", or an object with the attributes `type` and `index`. Raises
+    `DeviceError` for anything else, such as None or "", and for a negative index.
+    """
     if isinstance(device, int) and not isinstance(device, bool):
         text = f"cuda:{device}"
     elif isinstance(device, str):
@@ -407,9 +453,10 @@ def _check_device(device: Device) -> str:
 
 
 def _check_device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
-    """Returns the device map with its devices as str. Raises `DeviceError` if two devices are mapped to the same one.
+    """Returns the map, from devices of this worker to devices of a callee, with its devices as str such as "cuda:1".
 
-    Also raises `DeviceError` if `device_map` is not a mapping, or a key or value is not a device.
+    An empty map gives an empty dict. Raises `DeviceError` if two devices are mapped to the same one, `device_map` is
+    not a mapping, or a key or value is not a device.
     """
     if not isinstance(device_map, Mapping):
         raise DeviceError(
@@ -427,9 +474,9 @@ def _check_device_map(device_map: Mapping[Device, Device]) -> dict[Device, Devic
 
 
 def _check_device_maps(name: str, value: Any) -> dict[str, dict[Device, Device]]:
-    """Returns the checked device maps by the callees' names; an empty dict for None.
+    """Returns the device maps by the callees' names, with all devices as str such as "cuda:1"; an empty dict for None.
 
-    Raises `DeviceError` if `value` is not a dict from names to valid device maps.
+    Raises `DeviceError`, which names the option `name`, if `value` is not a dict from names to valid device maps.
     """
     if value is None:
         return {}
@@ -439,9 +486,10 @@ def _check_device_maps(name: str, value: Any) -> dict[str, dict[Device, Device]]
 
 
 def _check_devices(name: str, value: Any) -> list[Device]:
-    """Returns a list of CUDA devices as str; an empty list for None.
+    """Returns a list of CUDA devices as str, such as "cuda:1"; an empty list for None.
 
-    Raises `DeviceError` for other devices, a single str, a mapping, and what is not iterable.
+    Raises `DeviceError`, which names the option `name`, for other devices, a single str, a mapping, and what is not
+    iterable.
     """
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable | None):
         raise DeviceError(f"{name} must be a list such as ['cuda:0'], not {value!r}")
@@ -480,20 +528,46 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
 
 
 class CallOptions(TypedDict, total=False):
-    """The keyword arguments of `.options(...)` of a worker or a reference.
+    """The keyword arguments of `.options(...)` of a worker or a reference, which returns a copy with these options.
 
-    An option that is left out stays as it was.
+    `timeout` is how many seconds to wait for the reply, more than 0; None means no limit. 0 raises `RpcTimeoutError`,
+    and a negative number `UsageError`. An option that is left out stays as it was. An unknown option raises
+    `UsageError`.
     """
 
     timeout: float | None
-    """Seconds to wait for the reply, more than 0; None for no limit. By default the caller's `rpc_timeout`."""
+    """Seconds to wait for the reply, more than 0; None for no limit. By default the caller's `rpc_timeout`. 0 raises
+    `RpcTimeoutError`, and a negative number `UsageError`.
+    """
+
+
+class SelectionOptions(CallOptions, total=False):
+    """The keyword arguments of `.options(...)` of a selection of workers, and of references by worker name."""
+
+    idempotent: bool
+    """Whether `map` gives the items of a lost worker to another one, so that they may run more than once. By default
+    only if the function is marked `idempotent`."""
+
+
+def idempotent_option(options: SelectionOptions, before: bool) -> tuple[bool, CallOptions]:
+    """Returns the option `idempotent`, and the other options.
+
+    Args:
+        options: The keyword arguments of `.options(...)` of a selection.
+        before: What to return if `options` does not have it.
+
+    Raises:
+        UsageError: It is not a bool.
+    """
+    others = {name: value for name, value in options.items() if name != "idempotent"}
+    return _check_bool("idempotent", options.get("idempotent", before)), others  # type: ignore[return-value]
 
 
 def call_timeout(options: CallOptions, before: float) -> float:
     """Returns the timeout of calls with these options, in the form that agents use: 0 for no limit.
 
     Args:
-        options: The keyword arguments of `.options(...)`. An empty dict changes nothing.
+        options: The keyword arguments of `.options(...)`. Its `timeout` of None gives 0, no limit.
         before: The timeout to return if `options` has none.
 
     Raises:

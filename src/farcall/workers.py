@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 from farcall import current
 from farcall.backends.interface import Key, RpcAgent, To, WorkerHandle, worker_key
 from farcall.errors import RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
-from farcall.futures import Future, awaited_together
+from farcall.futures import Future, awaited_together, failed_future
 from farcall.gate import FOREVER, Gate
 from farcall.options import UNSET_RPC_TIMEOUT, CallOptions, call_timeout
 from farcall.protocol.ids import WorkerInfo
@@ -32,14 +32,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LOOK_AGAIN_S = 1.0
-"""How often `wait_joined` checks whether this worker is still in its group."""
+"""How many seconds `wait_until_joined` sleeps at most before it checks again whether this worker has left its group."""
 
 
 class Worker(WorkerHandle):
     """A handle of one worker, with the verbs that run functions there: `call`, `submit` and `keep`.
 
-    Immutable; may be sent to other workers. A handle with a name means the worker that has the name when a call is
-    made. A handle with a `WorkerInfo` means that very worker, also after another one has taken its name.
+    Programs get handles from `farcall.worker(...)` or `group.worker(...)`. A handle is immutable, and may be sent to
+    other workers. Nothing is looked up before the first use: a verb of a handle without a worker raises
+    `UnknownWorkerError`.
+
+    Args:
+        key: The worker: its name, its rank or its `WorkerInfo`. A name means the worker that has the name when a verb
+            is used. A `WorkerInfo` means that very worker, also after another one has taken its name.
+        agent: The agent (this process's membership of a group) that makes the calls; None for the current group's at
+            each use.
+        timeout: The timeout of the calls in seconds. 0 means no limit, and -1, the default, the group's `rpc_timeout`.
+
+    Example:
+        >>> farcall.worker("w1").call(max, 1, 2)
+        2
     """
 
     __slots__ = ("_agent", "_key", "_timeout")
@@ -49,7 +61,8 @@ class Worker(WorkerHandle):
 
         Args:
             key: The name, the rank or the `WorkerInfo` of the worker.
-            agent: The agent that makes the calls; None for the agent that is current at each use.
+            agent: The agent (this process's membership of a group) that makes the calls; None for the one that is
+                current at each use.
             timeout: The timeout of the calls in seconds. 0 means no limit, and -1, the default, the `rpc_timeout` of
                 the agent.
         """
@@ -64,19 +77,20 @@ class Worker(WorkerHandle):
 
     @property
     def name(self) -> str:
-        """The name of the worker.
+        """The name of the worker, as text.
 
-        Raises `UnknownWorkerError` if the handle has a rank that no worker has, and `NotInitializedError` if it has a
-        rank and this process is in no group.
+        If the handle was made with a name or a `WorkerInfo`, that name is returned without a check. For a rank, the
+        name is looked up: raises `UnknownWorkerError` if no worker has the rank, and `NotInitializedError` if this
+        process is in no group.
         """
         key = self._key
         return key if isinstance(key, str) else key.name if isinstance(key, WorkerInfo) else self.info().name
 
     def info(self) -> WorkerInfo:
-        """Returns the name and id of the worker.
+        """Returns the name and id of the worker, also of one that has just left or was lost.
 
-        Raises `UnknownWorkerError` if the group has no such worker, and `NotInitializedError` if this process is in no
-        group.
+        Raises `UnknownWorkerError` if the group has no such worker, `NotInitializedError` if this process is in no
+        group, and `UsageError` if the handle was made with something that cannot name a worker, such as a float.
         """
         return (self._agent or current.current_agent()).get_worker_info(self._key)
 
@@ -84,10 +98,11 @@ class Worker(WorkerHandle):
         """Returns another handle of the same worker, whose calls have these options. This handle does not change.
 
         Args:
-            options: `timeout`, in seconds and more than 0; None means no limit. Without it the timeout stays as it was.
+            options: `timeout` is the only one: how many seconds each call may take, more than 0; None means no limit.
+                Without it the timeout stays as it was.
 
         Raises:
-            UsageError: There is no such option, or it cannot have that value.
+            UsageError: There is no such option, or `timeout` is negative or not a number.
             RpcTimeoutError: `timeout` is 0, so it is over already.
         """
         return Worker(self._key, self._agent, call_timeout(options, self._timeout))
@@ -101,16 +116,18 @@ class Worker(WorkerHandle):
     @overload
     def call(self, func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     def call(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs `func(*args, **kwargs)` on the worker and returns what it returns.
+        """Runs `func(*args, **kwargs)` on the worker, waits, and returns what it returns.
 
-        Of an `async def` function, and of one marked `async_execution`, it returns the final result.
+        Of an `async def` function, and of one marked `async_execution`, it returns the final result. The timeout is
+        that of this handle; by default the `rpc_timeout` of the group.
 
         Raises:
             Exception: What the function raises, with its own type and the remote traceback below.
             RpcTimeoutError: The timeout expired.
             WorkerLostError: The worker died or cannot be reached.
-            UsageError: There is no such worker (`UnknownWorkerError`), an argument cannot be pickled
-                (`SerializationError`), or this process is in no group (`NotInitializedError`).
+            UsageError: `func` cannot be called, there is no such worker (`UnknownWorkerError`), an argument cannot be
+                pickled (`SerializationError`), or this process is in no group (`NotInitializedError`).
+            ExpelledError: The group has declared this worker lost.
         """
         agent = self._agent or current.sole
         if agent is None:
@@ -126,11 +143,13 @@ class Worker(WorkerHandle):
     def submit(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Makes the worker run `func(*args, **kwargs)`, and returns a future of what it returns without waiting.
 
-        What the function raises, an expired timeout and a lost worker are the errors of the future.
+        What the function raises, an expired timeout (`RpcTimeoutError`) and a lost worker (`WorkerLostError`) are the
+        errors of the future. The timeout is that of this handle; by default the `rpc_timeout` of the group.
 
         Raises:
-            UsageError: There is no such worker (`UnknownWorkerError`), an argument cannot be pickled
-                (`SerializationError`), or this process is in no group (`NotInitializedError`).
+            UsageError: `func` cannot be called, there is no such worker (`UnknownWorkerError`), an argument cannot be
+                pickled (`SerializationError`), or this process is in no group (`NotInitializedError`).
+            ExpelledError: The group has declared this worker lost.
         """
         agent = self._agent or current.current_agent()
         try:
@@ -151,12 +170,16 @@ class Worker(WorkerHandle):
     def keep(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Makes the worker run `func(*args, **kwargs)` and keep the result. Returns a reference to the result at once.
 
-        What the function raises, every use of the reference raises. The timeout of this handle does not apply.
+        If the function raises, fetching the value and calling on it raise the same error. The timeout of this handle
+        does not apply. The first call to a worker opens a connection, and waits for it at most the `rpc_timeout` of the
+        group.
 
         Raises:
-            UsageError: There is no such worker (`UnknownWorkerError`), an argument cannot be pickled
-                (`SerializationError`), or this process is in no group (`NotInitializedError`).
+            UsageError: `func` cannot be called, there is no such worker (`UnknownWorkerError`), an argument cannot be
+                pickled (`SerializationError`), or this process is in no group (`NotInitializedError`).
+            RpcTimeoutError: The connection could not be opened in time.
             WorkerLostError: The worker cannot be reached.
+            ExpelledError: The group has declared this worker lost.
         """
         agent = self._agent or current.current_agent()
         return RRef.of(agent.remote(self._key, func, args or None, kwargs or None))
@@ -171,7 +194,8 @@ class Worker(WorkerHandle):
             RpcTimeoutError: No such worker has joined in time.
             UnknownWorkerError: The group is fixed and has no such worker, so none will join.
             UsageError: `timeout` is negative or not a number.
-            RpcError: This worker has left the group, or was expelled.
+            NotInitializedError: This process is in no group, or has left it meanwhile.
+            ExpelledError: The group has declared this worker lost.
         """
         agent = self._agent or current.current_agent()
         wait_until_joined(agent, lambda: _is_there(agent, self._key), f"worker {self._key!r}", timeout)
@@ -184,7 +208,7 @@ class Worker(WorkerHandle):
         return hash(self._identity())
 
     def _identity(self) -> tuple[Any, ...]:
-        """Returns what two equal handles have in common: key, agent and timeout."""
+        """Returns what two equal handles have in common: the key, the identity of the agent, and the timeout."""
         return self._key, id(self._agent), self._timeout
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -200,10 +224,10 @@ def worker(to: To | None = None) -> Worker:
 
     Args:
         to: The name, the rank, the `WorkerInfo` or another handle of the worker. None means this worker. Whether there
-            is such a worker is found out when the handle is used.
+            is such a worker is found out when the handle is used: a call then raises `UnknownWorkerError`.
 
     Raises:
-        UsageError: `to` is of another type, so it cannot name a worker.
+        UsageError: `to` is of another type, so it cannot name a worker. True and 1.0 are no ranks.
         NotInitializedError: `to` is None, and this process is in no group.
 
     Example:
@@ -213,20 +237,12 @@ def worker(to: To | None = None) -> Worker:
     return Worker(current.current_agent().info) if to is None else Worker(worker_key(to))
 
 
-def failed_future(error: BaseException) -> Future[Any]:
-    """Returns a future that has failed with `error` already. Its place of creation is the caller of the caller."""
-    future: Future[Any] = Future()
-    future.made_by(_getframe(2))
-    future.set_exception(error)
-    return future
-
-
 def wait_until_joined(agent: RpcAgent, is_there: Callable[[], bool], what: str, timeout: float | None) -> None:
-    """Waits until `is_there` returns True. Checks it whenever a worker joins or leaves the group, and every second.
+    """Waits until `is_there()` is true. Checks it at once, when a worker joins or leaves the group, and every second.
 
     Args:
-        agent: The agent that knows the members of the group.
-        is_there: Returns whether the wanted members are there.
+        agent: The agent (this process's membership of a group) that knows the members of the group.
+        is_there: Returns whether the wanted members are there. What it raises is raised here.
         what: What is waited for, such as `worker 'w1'`, for messages.
         timeout: How many seconds to wait at most; None for no limit. 0 checks once.
 
@@ -234,7 +250,8 @@ def wait_until_joined(agent: RpcAgent, is_there: Callable[[], bool], what: str, 
         RpcTimeoutError: The timeout expired.
         UnknownWorkerError: The group is fixed, so no worker will join.
         UsageError: `timeout` is negative or not a number.
-        RpcError: This worker has left the group, or was expelled.
+        NotInitializedError: This worker has left the group.
+        ExpelledError: The group has declared this worker lost.
     """
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
         raise UsageError(f"the timeout must be 0 or more seconds, or None for no limit, not {timeout!r}")
@@ -256,7 +273,7 @@ def wait_until_joined(agent: RpcAgent, is_there: Callable[[], bool], what: str, 
 
 
 def _is_there(agent: RpcAgent, key: Key) -> bool:
-    """Returns whether the agent knows a worker with this name, id or `WorkerInfo`."""
+    """Returns whether the group of the agent has a worker now with this name, id or `WorkerInfo`; else False."""
     infos = agent.get_worker_infos()
     if isinstance(key, WorkerInfo):
         return key in infos

@@ -144,6 +144,9 @@ class InProcessReferences:
 
         return self.agent.call(0, ask, None, None, timeout)
 
+    def call_on_many(self, handles: Any, method: str, args: Any, kwargs: Any, timeout: float) -> list[Future[Any]]:
+        return [self.call_on(handle, METHOD, method, args, kwargs, timeout) for handle in handles]
+
     def fetch(self, handle: Any, timeout: float) -> Any:
         return self.call_on(handle, VALUE, "", (), None, timeout).wait()
 

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from reference_values import Shelf, expect_no_references, fetch
 
 from eventually import eventually
 from farcall import RpcTimeoutError, RRef, WorkerLostError
 from farcall.testing import Failure, LocalGroup, faults
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, echo, run, runs, start
+from reference_values import Shelf, expect_no_references, fetch
 
 pytestmark = pytest.mark.timeout(60)
 

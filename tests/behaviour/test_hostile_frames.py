@@ -13,6 +13,7 @@ from hostile_member import (
     ANNOUNCE,
     CALL,
     CALLS,
+    CANCEL,
     CHUNK,
     CONTROL,
     FAILURE,
@@ -82,7 +83,7 @@ GARBAGE = {
     "an empty frame": framed(b""),
     "a short frame": framed(bytes(15)),
     "kind 0": framed(header(0)),
-    "kind 8": framed(header(8)),
+    "kind 9": framed(header(9)),
     "kind 255": framed(b"\xff" * 64),
     "a result": framed(header(RESULT, call_id=1)),
     "a failure": framed(header(FAILURE, call_id=1)),
@@ -162,6 +163,13 @@ def test_garbage_closes_the_connection_that_it_came_on(group: OpenGroup) -> None
 def test_a_call_id_may_be_any_number_and_is_only_given_back(group: OpenGroup) -> None:
     with member(group) as hand:
         for call_id in (2**64 - 1, 7, 7, 1):
+            assert call(hand, call_id)[:16] == header(RESULT, call_id=call_id)
+
+
+def test_a_cancellation_of_a_call_that_is_not_there_changes_nothing(group: OpenGroup) -> None:
+    with member(group) as hand:
+        for call_id in (1, 1, 2**64 - 1):
+            hand.sock.sendall(framed(header(CANCEL, call_id=call_id)))
             assert call(hand, call_id)[:16] == header(RESULT, call_id=call_id)
 
 

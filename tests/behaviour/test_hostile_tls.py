@@ -54,9 +54,17 @@ def tiny_handshake_records(sock):
 def endless_change_cipher_specs(sock):
     sock.sendall(bytes([20, 3, 3, 0, 1, 1]) * 200)
 
+def half_closed(sock):
+    HostileTls(sock)
+    sock.shutdown(socket.SHUT_WR)
+
+def half_closed_in_the_handshake(sock):
+    sock.sendall(hello_in_fragments(1 << 14)[:100])
+    sock.shutdown(socket.SHUT_WR)
+
 ATTACKS = [
     key_updates, key_updates_that_want_an_answer, key_updates_between_bytes, empty_records, close_notify_and_more,
-    tiny_handshake_records, endless_change_cipher_specs,
+    tiny_handshake_records, endless_change_cipher_specs, half_closed, half_closed_in_the_handshake,
 ]
 
 def is_closed(port, attack):

@@ -197,9 +197,8 @@ def test_handlers_that_raise_at_any_moment_of_many_calls_leave_a_worker_that_can
         gc.collect()  # the tracebacks of the interrupts
         report(interrupted=interrupted, wrong=wrong, dropped=wait_for(lambda: not rpc.references().held, 20))
         open("done", "w").close()
-    # Not gracefully: a call that was interrupted may be pending until its timeout.
     assert wait_for(lambda: os.path.exists("done"), 40)
-    rpc.shutdown(graceful=False)
+    rpc.shutdown(timeout=20)  # gracefully: no call and no message about references is left
     """
     facts = workers(script, limit=50).finish(quiet=False)[0]
     assert facts["wrong"] == []

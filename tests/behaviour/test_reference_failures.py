@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from reference_values import USES, Shelf, ShelfError, expect_no_references, fail, fetch, keep, kept
 
 from eventually import eventually
 from farcall import OwnerLostError, RpcError, RRef, SerializationError, UsageError
 from farcall.testing import LocalGroup
 from group_stage import NewGroup, call, echo
+from reference_values import USES, Shelf, ShelfError, expect_no_references, fail, fetch, keep, kept
 from worker_processes import StartWorkers
 
 pytestmark = pytest.mark.timeout(60)

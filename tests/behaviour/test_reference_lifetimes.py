@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from reference_values import Shelf, ShelfError, expect_no_references, fail, fetch, keep, kept
 
 import farcall as rpc
 from eventually import eventually
@@ -20,6 +19,7 @@ from farcall.api import _delete_all_user_and_unforked_owner_rrefs, _destroy_rref
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, echo, start
+from reference_values import Shelf, ShelfError, expect_no_references, fail, fetch, keep, kept
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from reference_values import Shelf, ShelfError
 
 from farcall import RpcTimeoutError, RRef
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import echo
+from reference_values import Shelf, ShelfError
 
 pytestmark = pytest.mark.timeout(30)
 

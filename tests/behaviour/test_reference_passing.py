@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from reference_values import Box, Shelf, expect_no_references, fetch, fetch_all, keep, kept, references_in
 
 from farcall import RRef, UsageError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, echo, start
+from reference_values import Box, Shelf, expect_no_references, fetch, fetch_all, keep, kept, references_in
 
 pytestmark = pytest.mark.timeout(60)
 

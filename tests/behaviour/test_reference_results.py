@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from reference_values import Shelf, ShelfError, expect_no_references, fail
 
 import farcall as rpc
 from eventually import eventually
@@ -17,6 +16,7 @@ from farcall import NotInitializedError, RpcTimeoutError, RRef, SerializationErr
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import call, echo
+from reference_values import Shelf, ShelfError, expect_no_references, fail
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -25,7 +25,8 @@ from farcall import (
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, gates, new_gate, wait_at
 from group_stage import call, echo
-from reference_stage import Shelf, ShelfError, expect_confirmed, fail, here, remote, tables
+from reference_stage import expect_confirmed, here, remote, tables
+from reference_values import Shelf, ShelfError, fail
 
 pytestmark = pytest.mark.timeout(30)
 

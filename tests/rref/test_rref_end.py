@@ -18,18 +18,8 @@ from farcall.runtime.handles import Handle
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, await_at, new_gate, wait_at
 from group_stage import call, echo
-from reference_stage import (
-    USES,
-    Shelf,
-    expect_confirmed,
-    expect_nothing_left,
-    fetch,
-    here,
-    keep_there,
-    kept,
-    remote,
-    tables,
-)
+from reference_stage import USES, expect_confirmed, expect_nothing_left, here, remote, tables
+from reference_values import Shelf, fetch, keep, kept
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -37,7 +27,7 @@ pytestmark = pytest.mark.timeout(30)
 def test_a_graceful_shutdown_names_what_is_left_and_who_holds_it(caplog: pytest.LogCaptureFixture) -> None:
     with LocalGroup(3) as group:
         own, other = here(group.agents[0], Shelf()), remote(group.agents[0], 1, Shelf)
-        call(group.agents[0], 2, keep_there, own)
+        call(group.agents[0], 2, keep, own)
         with caplog.at_level(logging.WARNING, "farcall"):
             group.shutdown(graceful=True)
         lines = sorted(record.getMessage() for record in caplog.records)
@@ -155,7 +145,7 @@ def test_a_remote_call_to_a_lost_worker(group: LocalGroup) -> None:
 def test_what_a_lost_worker_held_is_released(group: LocalGroup) -> None:
     value = Shelf()
     released = weakref.ref(value)
-    call(group.agents[0], 2, keep_there, here(group.agents[0], value))
+    call(group.agents[0], 2, keep, here(group.agents[0], value))
     del value
     assert group.agents[0].reference_store.inventory().owned[0].holders == ("worker2",)
     group.agents[2].shutdown(graceful=False, timeout=0)

@@ -17,7 +17,8 @@ from farcall import RRef, SerializationError
 from farcall.testing import LocalGroup
 from gates import SOON
 from group_stage import call, echo
-from reference_stage import USES, ShelfError, expect_nothing_left, fail, fetch, remote, whole_text
+from reference_stage import USES, expect_nothing_left, remote, whole_text
+from reference_values import ShelfError, fail, fetch
 
 pytestmark = pytest.mark.timeout(30)
 

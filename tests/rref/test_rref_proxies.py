@@ -14,7 +14,8 @@ from farcall import RpcTimeoutError, RRef, SerializationError, UsageError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import call, echo
-from reference_stage import Shelf, ShelfError, expect_nothing_left, here, remote, whole_text
+from reference_stage import expect_nothing_left, here, remote, whole_text
+from reference_values import Shelf, ShelfError
 
 pytestmark = pytest.mark.timeout(30)
 

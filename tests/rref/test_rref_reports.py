@@ -14,18 +14,8 @@ from farcall import ReferenceRefusedError, RpcBackendOptions, RRef, UsageError
 from farcall.testing import LocalGroup
 from gates import new_gate, wait_at
 from group_stage import call, echo
-from reference_stage import (
-    Shelf,
-    ShelfError,
-    expect_confirmed,
-    expect_nothing_left,
-    fail,
-    fetch,
-    here,
-    keep_there,
-    kept,
-    remote,
-)
+from reference_stage import expect_confirmed, expect_nothing_left, here, remote
+from reference_values import Shelf, ShelfError, fail, fetch, keep, kept
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -37,7 +27,7 @@ def line_of(text: str) -> bool:
 def test_references_lists_what_is_owned_and_held(this_worker: LocalGroup) -> None:
     own = RRef(Shelf())
     other = farcall.remote("worker1", Shelf)
-    call(this_worker.agents[0], 2, keep_there, own)
+    call(this_worker.agents[0], 2, keep, own)
     expect_confirmed(other)
     inventory = farcall.references()
     ((owned,), (held,)) = inventory.owned, inventory.held
@@ -66,7 +56,7 @@ def test_a_value_that_is_not_there_or_failed_is_listed_so(this_worker: LocalGrou
         failed.to_here()
     assert [owned.type for owned in farcall.references().owned] == [
         "",
-        "failed: reference_stage.ShelfError: ('empty', 7)",
+        "failed: reference_values.ShelfError: ('empty', 7)",
     ]
     assert "(no value yet)" in str(farcall.references())
     gate.set()
@@ -91,7 +81,7 @@ def test_the_counters_that_torch_has(this_worker: LocalGroup) -> None:
     assert farcall._rref_context_get_debug_info() == zero
     gate = new_gate("counted")
     own, pending = RRef(5), farcall.remote("worker0", wait_at, args=("counted",))
-    call(this_worker.agents[0], 2, keep_there, own)
+    call(this_worker.agents[0], 2, keep, own)
     assert farcall._rref_context_get_debug_info() == {
         "num_owner_rrefs": "2", "num_pending_users": "0", "num_pending_futures": "1", "num_forks": "1"
     }  # fmt: skip
@@ -135,7 +125,7 @@ def own_shelf(group: LocalGroup) -> RRef[Any]:
 def test_a_worker_whose_context_was_destroyed_goes_on(this_worker: LocalGroup) -> None:
     own, other = RRef(Shelf()), farcall.remote("worker1", Shelf)
     held = weakref.ref(own.local_value())
-    call(this_worker.agents[0], 2, keep_there, own)
+    call(this_worker.agents[0], 2, keep, own)
     del own
     farcall._destroy_rref_context(ignore_leak=True)
     eventually(lambda: held() is None)  # the serving pool may be letting go of it just now

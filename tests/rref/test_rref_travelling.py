@@ -17,18 +17,8 @@ from farcall import RpcTimeoutError, RRef, SerializationError, UsageError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import call, echo, start
-from reference_stage import (
-    Box,
-    Shelf,
-    expect_nothing_left,
-    fetch,
-    fetch_all,
-    here,
-    keep_there,
-    kept,
-    references_in,
-    remote,
-)
+from reference_stage import expect_nothing_left, here, remote
+from reference_values import Box, Shelf, fetch, fetch_all, keep, kept, references_in
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -155,7 +145,7 @@ def test_a_value_lives_as_long_as_anybody_holds_it(group: LocalGroup) -> None:
     second = call(group.agents[1], 0, echo, first)  # to worker 0 and back
     del first
     gc.collect()
-    third = keep(group.agents[1], 2, second)
+    third = pass_and_keep(group.agents[1], 2, second)
     del second
     gc.collect()
     call(group.agents[2], 1, echo, 0)
@@ -167,9 +157,10 @@ def test_a_value_lives_as_long_as_anybody_holds_it(group: LocalGroup) -> None:
     eventually(lambda: value() is None)
 
 
-def keep(caller: Any, to: int, rref: RRef[Any]) -> RRef[Any]:
-    call(caller, to, keep_there, rref)
-    return kept[-1]
+def pass_and_keep(caller: Any, to: int, rref: RRef[Any]) -> RRef[Any]:
+    call(caller, to, keep, rref)
+    rref_there: RRef[Any] = kept[-1]
+    return rref_there
 
 
 def test_pickling_outside_a_call_is_refused(group: LocalGroup) -> None:

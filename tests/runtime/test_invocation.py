@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -50,3 +52,10 @@ def test_a_late_reply_after_the_grace_is_dropped(deaf_group: LocalGroup) -> None
     gate.set()
     assert call(deaf_group.agents[0], 1, run, "after") == "after"
     eventually(lambda: deaf_group.agents[0].is_idle())
+
+
+def test_a_failure_is_sent_while_another_thread_imports_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "asyncio", ModuleType("asyncio"))
+    monkeypatch.setitem(sys.modules, "asyncio.exceptions", ModuleType("asyncio.exceptions"))
+    with LocalGroup(2) as group, pytest.raises(ZeroDivisionError):
+        group.agents[0].call(1, divmod, (1, 0), None, 20.0).wait()

@@ -37,7 +37,6 @@ def judge(children: Iterable[Child], excused: set[tuple[str, int]]) -> Verdict:
     ran: Counter[str] = Counter()
     for child in children:
         open_calls: set[str] = set()
-        running: set[str] = set()
         for words in _notes(child):
             match words:
                 case ["call", call_id]:
@@ -47,10 +46,6 @@ def judge(children: Iterable[Child], excused: set[tuple[str, int]]) -> Verdict:
                     _count(verdict, child, call_id, outcome, " ".join(text), names, frozen - {child.name})
                 case ["ran", call_id]:
                     ran[call_id] += 1
-                case ["began", call_id]:
-                    running.add(call_id)
-                case ["stopped", call_id]:
-                    running.discard(call_id)
                 case ["hung", call_id]:
                     verdict.findings.append(f"{child} went on with call {call_id}, which nobody waited for")
                 case ["lost", name, number]:
@@ -59,8 +54,6 @@ def judge(children: Iterable[Child], excused: set[tuple[str, int]]) -> Verdict:
                         verdict.findings.append(f"{child} took {name} (number {number}) for dead, who was not")
         if open_calls and child.fate != "killed":
             verdict.findings.append(f"{child}: calls that never ended: {sorted(open_calls)[:5]}")
-        if running and child.fate != "killed":
-            verdict.findings.append(f"{child}: functions that never ended: {sorted(running)[:5]}")
         verdict.calls["of workers that were killed"] += len(open_calls)
         if "Traceback" in child.last_words() and child.fate != "killed":
             verdict.findings.append(f"{child} wrote a traceback: {child.last_words()}")

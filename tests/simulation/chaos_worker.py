@@ -9,9 +9,7 @@ What it writes down goes into a file, a line at once, so that it survives a SIGK
     end <id> wrong <what>         ... with something else
     end <id> <error> <text>       ... with an error
     ran <id>                      the function of a call has run here
-    began <id>                    ... one that runs until it is cancelled
-    stopped <id>                  ... which has come to its end
-    hung <id>                     ... which was not cancelled in time
+    hung <id>                     ... one that runs until it is cancelled, and was not in time
 
 The id of a call that is made to be cancelled ends with c, that of one which a function makes for another worker with i.
     lost <name> <number>          this worker was told that another one was lost
@@ -60,6 +58,8 @@ class Scene:
         self._seed = seed
         self._numbers = itertools.count(1)
         self.kept: deque[rpc.RRef[Any]] = deque(maxlen=_KEPT)
+        self.dwelling: set[str] = set()
+        """The calls that run here until they are cancelled."""
         self.resting = threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(number,)) for number in range(THREADS)]
 
@@ -270,7 +270,7 @@ def dwell(call_id: str, hops: list[str]) -> str:
     """Runs until it is cancelled, at the end of a chain of calls to those workers."""
     me = _scene()
     me.note("ran", call_id)
-    me.note("began", call_id)
+    me.dwelling.add(call_id)
     try:
         if hops:
             to, *rest = hops
@@ -282,7 +282,7 @@ def dwell(call_id: str, hops: list[str]) -> str:
                 break
             sleep(STEP)
     finally:
-        me.note("stopped", call_id)
+        me.dwelling.discard(call_id)
     return "the result of a cancelled call"
 
 
@@ -333,6 +333,8 @@ def state() -> dict[str, Any]:
         left["references"] = str(inventory)
     if pending := rpc.get_metrics()["calls_pending"]:
         left["calls_pending"] = str(pending)
+    if dwelling := _scene().dwelling:
+        left["functions"] = str(sorted(dwelling))
     return {"view": sorted([info.name, info.id] for info in rpc.get_worker_infos()), "left": left}
 
 

@@ -317,8 +317,8 @@ STORE = _bugs(
         "            self.look_for_work()\n",
     ),
     RefusalNotCounted=(
-        "self.refusals.add(sender, error)",
-        "pass",
+        "self.refusals.add(sender, error)\n                continue",
+        "continue",
     ),
     RefusedForkNotCounted=(
         "self.refusals.add(effect.to, no_such_reference(effect.message.reference))",

@@ -72,6 +72,29 @@ lost b 2
 """
 
 
+def test_only_calls_that_are_meant_to_be_cancelled_or_are_nested_may_be(tmp_path: Path) -> None:
+    notes = """\
+call 1.1c
+end 1.1c CallCancelledError the call was cancelled
+call 1.2i
+end 1.2i CancelledError the call that this function runs for was cancelled
+call 1.3c
+end 1.3c RpcTimeoutError it had started there
+call 1.4
+end 1.4 CallCancelledError the call on worker 'a' was cancelled
+call 1.5c
+end 1.5c wrong 'the result of a cancelled call'
+hung 2.1c
+"""
+    verdict = chaos_verdict.judge([Wrote(tmp_path, "a", notes)], set())
+    assert verdict.calls["cancelled"] == 3
+    assert verdict.findings == [
+        "call 1.4 of a ended with CallCancelledError: the call on worker 'a' was cancelled",
+        "call 1.5c of a got what was not its own: 'the result of a cancelled call'",
+        "a went on with call 2.1c, which nobody waited for",
+    ]
+
+
 def test_what_is_in_order(tmp_path: Path) -> None:
     children = [Wrote(tmp_path, "a", FINE), Wrote(tmp_path, "b", "call 2.1\nran 1.2\n", "killed", "Traceback (most")]
     verdict = chaos_verdict.judge(children, {("b", 2)})

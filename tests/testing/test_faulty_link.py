@@ -22,7 +22,8 @@ from farcall.testing import Failure, Faults, FaultyRpcBackendOptions, LocalGroup
 from farcall.transports.base import Link
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, echo, run, runs, start
-from reference_stage import Shelf, expect_confirmed, expect_nothing_left, fetch, here, remote, tables
+from reference_stage import expect_confirmed, expect_nothing_left, here, remote, tables
+from reference_values import Shelf, fetch
 
 ABOUT_REFERENCES = ["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE", "PYTHON_REMOTE_CALL"]
 MOMENT = 0.3

@@ -13,6 +13,7 @@ import farcall as rpc
 from eventually import eventually
 from farcall.errors import OwnerLostError, UsageError, WorkerLostError
 from farcall.testing import FaultyRpcBackendOptions, LocalGroup, faults
+from farcall.transports.tls import TlsSocket
 from gates import SOON
 from group_stage import NewGroup
 from reference_stage import expect_nothing_left
@@ -48,6 +49,20 @@ def test_what_a_group_cannot_be_made_of(given: tuple[Any, ...], reason: str) -> 
 def test_what_cannot_be_names(names: Any, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         LocalGroup(2, names=names)
+
+
+def test_workers_can_be_connected_by_encrypted_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    send = TlsSocket.send
+
+    def recorded(sock: TlsSocket, data: bytes, flags: int = 0) -> int:
+        sent.append(bytes(data))
+        return send(sock, data)
+
+    monkeypatch.setattr(TlsSocket, "send", recorded)
+    with LocalGroup(2, transport="tls") as group:
+        assert group.worker("worker1").call(str, "text that is encrypted") == "text that is encrypted"
+    assert any(b"text that is encrypted" in data for data in sent)
 
 
 # -- references

@@ -144,7 +144,8 @@ def test_a_ring_that_cannot_be_made_is_done_without(
         establish(pair)
     assert not has_ring(pair.ours)
     assert not has_ring(pair.theirs)
-    assert descriptor_count() == before
+    # The accepted end has waited on its socket here, for which it has a descriptor (`WakeUp`).
+    assert descriptor_count() <= before + 1
     pair.ours.send(b"through the socket")
     assert receive(pair.theirs) == b"through the socket"
     pair.close()
@@ -250,7 +251,8 @@ def test_an_offer_that_cannot_be_used_leaves_the_link_on_its_socket(
             os.close(descriptor)
         assert link.wait(TIMEOUT_S)
         assert link.receive() == []
-        assert flags_of_setup_done(raw) == 0
+        is_shortage = offer in ("no memory", "no events", "no descriptors")
+        assert flags_of_setup_done(raw) == (4 if is_shortage else 0)  # 4: a ring may be possible later
         assert not has_ring(link)
         # The segment that this end offers in turn, whose mapping has a descriptor as well, is all that is new.
         assert descriptor_count() - before <= 2

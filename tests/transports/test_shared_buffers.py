@@ -13,8 +13,10 @@ from time import monotonic
 import pytest
 
 from farcall.errors import ProtocolError
-from farcall.transports.base import Frame, LinkOptions
+from farcall.transports.base import Broadcast, Frame, LinkOptions
 from farcall.transports.shm_buffers import (
+    COMMON,
+    COMMON_MIN_BYTES,
     MISSING,
     OFFER,
     OPENED,
@@ -91,6 +93,11 @@ def send_internal(link: UnixLink, *parts: bytes) -> None:
 
 def shared(descriptor: int, number: int, *sizes: int, has_frame: bool = False) -> bytes:
     return struct.pack(f"<BBHiIxxxx{len(sizes)}Q", SHARED, has_frame, len(sizes), descriptor, number, *sizes)
+
+
+def common(descriptor: int, number: int, lease_descriptor: int, lease: int, *sizes: int) -> bytes:
+    places = (descriptor, number, lease_descriptor, lease)
+    return struct.pack(f"<BxHiIiI{len(sizes)}Q", COMMON, len(sizes), *places, *sizes)
 
 
 def returned(number: int, *offsets_and_sizes: int) -> bytes:
@@ -181,6 +188,59 @@ def test_buffers_that_the_reader_cannot_open_are_sent_another_way(
         assert one.receive() == []
 
 
+# Buffers for several links, which are copied once
+
+
+def send_common(link: UnixLink, broadcast: Broadcast) -> None:
+    """Sends buffers that go to other links, too."""
+    sent = broadcast.for_link()
+    link.send(b"frame", sent)
+    assert sent == []
+
+
+def test_buffers_for_several_links_are_copied_once(pair: tuple[UnixLink, UnixLink]) -> None:
+    one, other = pair
+    content = bytearray(b"first" * COMMON_MIN_BYTES)
+    with Broadcast([memoryview(content), memoryview(b"more")]) as broadcast:
+        for _ in range(3):
+            send_common(one, broadcast)
+            content[:5] = b"later"  # the copy was made for the first of them
+            assert [each[:5] for each in receive(other)] == [b"first", b"more"]
+        first = broadcast.segment
+        assert first is not None
+    for _ in range(3):
+        with Broadcast([memoryview(b"again" * COMMON_MIN_BYTES)]) as broadcast:
+            send_common(one, broadcast)
+            assert receive(other)[0][:5] == b"again"
+        assert broadcast.segment is first, "nobody had the first copy any more"
+    with Broadcast([memoryview(b"small" * 10_000)]) as broadcast:
+        send_common(one, broadcast)
+        assert receive(other)[0][:5] == b"small"
+    assert broadcast.segment is None
+
+
+def test_common_buffers_that_the_reader_cannot_open_are_sent_another_way(
+    pair: tuple[UnixLink, UnixLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    content = b"first" * COMMON_MIN_BYTES
+    with Broadcast([memoryview(content)]) as broadcast:
+        with monkeypatch.context() as patch:
+            refuse_to_open(patch)
+            send_common(one, broadcast)
+            assert other.wait(SOON_S)
+            assert other.receive() == []  # it has asked for the buffers
+            assert one.wait(SOON_S)
+            assert one.receive() == []  # they are on their way
+        assert receive(other, one) == [content]
+        assert broadcast.segment is not None
+        (lease,) = broadcast.segment.leases
+    assert broadcast.segment.is_free()
+    send_internal(other, missing(lease.place.number, 5))  # it has no lease any more
+    with pytest.raises(ProtocolError, match="asked for what it was not sent"):
+        receive(one)
+
+
 # A process that lies
 
 
@@ -195,6 +255,11 @@ def test_buffers_that_the_reader_cannot_open_are_sent_another_way(
         shared(0, 1, has_frame=True),
         bytes([SHARED]),
         shared(0, 1, 5)[:-1],
+        common(-1, 1, -1, 2, 2_000_000),
+        common(0, 1, 0, 2, 2_000_000),
+        common(0, 1, 0, 2, 1 << 62),
+        common(0, 1, 0, 2, 5)[:-1],
+        bytes([COMMON]),
         returned(1, 0, 10),
         returned(7, 0, 10),
         returned(1)[:-1],

@@ -300,3 +300,29 @@ def test_one_thread_may_send_while_another_receives_and_timeouts_are_kept(encryp
     ours.close()
     assert theirs.recv(1) == b""
     theirs.close()
+
+
+def test_buffers_that_are_sent_together_fill_whole_records(encryption: Encryption) -> None:
+    """A small buffer before a large one gets no record, and no system call, of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        below = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    ours = TlsSocket(below, encryption, listens=False)
+    accepted.settimeout(TIMEOUT_S)
+    found: list[HostileTls] = []
+    join = in_thread(lambda: found.append(HostileTls(accepted, is_server=True)))
+    ours.do_handshake(TIMEOUT_S)
+    join()
+    buffers = [b"head", bytes(40_000), b"", b"middle", bytes(100)]
+    size = sum(map(len, buffers))
+    assert ours.sendmsg(buffers) == size
+    received = bytearray()
+    sizes: list[int] = []
+    while sum(sizes) < size:
+        received += accepted.recv(1 << 16)
+        while len(received) >= 5 and len(received) >= (end := 5 + int.from_bytes(received[3:5], "big")):
+            sizes.append(end - 5 - 17)  # without the type of the record and its tag
+            del received[:end]
+    assert sizes == [16384, 16384, size - 2 * 16384]
+    ours.close()
+    accepted.close()

@@ -1,10 +1,12 @@
 """Right uses of the typed interface: type checkers must accept all of them, and find these types."""
 
 import asyncio
+import concurrent.futures
+from collections.abc import AsyncIterator
 from typing import Any, Protocol, assert_type
 
 import farcall
-from farcall import Future, Group, RRef, Target, Worker
+from farcall import Future, Futures, Group, MapStream, Outcome, RRef, RRefs, Stream, Target, Worker, Workers
 
 
 def f(a: int, b: str = "") -> float:
@@ -30,12 +32,17 @@ class Shelf:
         return b""
 
     @farcall.exposed
+    @farcall.idempotent
     def marked(self, n: int) -> set[int]:
         return set()
 
     @farcall.functions.async_execution
     def answered_later(self, n: int) -> Future[complex]:
         return Future()
+
+
+async def agen(n: int) -> AsyncIterator[int]:
+    yield n
 
 
 class SupportsPut(Protocol):
@@ -97,6 +104,53 @@ assert_type(farcall.rpc_sync(w, later, args=(1,)), bytes)
 assert_type(farcall.rpc_async("w1", g, args=(1,)), Future[str])
 assert_type(farcall.remote("w1", Shelf, args=("a",)), RRef[Shelf])
 
+ws = farcall.workers("rollout*", others=True)
+assert_type(ws, Workers)
+assert_type(ws.call(f, 1), dict[str, float])
+assert_type(ws.call(g, 1), dict[str, str])
+assert_type(ws.call(later, 1), dict[str, bytes])
+assert_type(ws.submit(g, 1), Futures[str])
+assert_type(ws.submit(f, 1).result(3), dict[str, float])
+assert_type(ws.submit(f, 1).first(2), Future[dict[str, float]])
+assert_type(ws.submit(f, 1)["w1"], Future[float])
+assert_type(ws.keep(Shelf, "a"), RRefs[Shelf])
+assert_type(ws.any().call(f, 1), float)
+assert_type(ws.any().options(timeout=2).submit(g, 1), Future[str])
+assert_type(ws.map(f, [1, 2]), MapStream[int, float])
+assert_type(ws.map(g, [1, 2], per_worker=4), MapStream[int, str])
+assert_type(ws.map(later, agen(3)), MapStream[int, bytes])
+assert_type(list(ws.map(f, range(3))), list[float])
+assert_type(ws.options(timeout=None, idempotent=True).wait_joined(3).call(f, 1), dict[str, float])
+for each in ws:
+    assert_type(each, Worker)
+for outcome in ws.map(g, [1, 2]).outcomes():
+    assert_type(outcome, Outcome[int, str])
+    assert_type(outcome.item, int)
+    assert_type(outcome.result(), str)
+    assert_type(outcome.error, Exception | None)
+rs = ws.keep(Shelf, "a")
+assert_type(rs.call(Shelf.put, "x"), dict[str, int])
+assert_type(rs.call(Shelf.aput, "x"), dict[str, bytes])
+assert_type(rs.submit(Shelf.put, "x"), Futures[int])
+assert_type(rs["w1"], RRef[Shelf])
+assert_type(rs.map(Shelf.put, ["x"]), MapStream[str, int])
+assert_type(rs.any().call(Shelf.put, "x"), int)
+assert_type(farcall.Futures({"a": w.submit(f, 1)}).result(), dict[str, float])
+done, late = farcall.wait([w.submit(f, 1)], timeout=3, return_when=farcall.FIRST_COMPLETED)
+assert_type(done, set[Future[float]])
+assert_type(farcall.as_completed([w.submit(f, 1)]), Stream[Future[float]])
+assert_type(w.submit(f, 1).as_concurrent(), concurrent.futures.Future[float])
+concurrent.futures.wait([w.submit(f, 1).as_concurrent()])
+try:
+    ws.call(f, 1)
+except* farcall.WorkerLostError as some:
+    print([error.worker for error in some.exceptions if isinstance(error, farcall.WorkerLostError)])
+try:
+    ws.call(f, 1)
+except farcall.GroupCallError as failed:
+    assert_type(failed.errors, dict[str, Exception])
+    assert_type(failed.results, dict[str, Any])
+
 
 async def in_asyncio() -> None:
     assert_type(await w.submit(f, 1), float)
@@ -104,6 +158,12 @@ async def in_asyncio() -> None:
     assert_type(await asyncio.gather(w.submit(f, 1), w.submit(g, 1)), tuple[float, str])
     assert_type(await asyncio.wait_for(w.submit(g, 1), 3), str)
     assert_type(await asyncio.shield(w.submit(g, 1)), str)
+    assert_type(await ws.submit(g, 1), dict[str, str])
+    assert_type(await ws.submit(g, 1).first(3), dict[str, str])
+    async for future in farcall.as_completed([w.submit(f, 1)]):
+        assert_type(await future, float)
+    async for result in ws.map(g, agen(3)):
+        assert_type(result, str)
     async with farcall.Group("w0") as group:
         assert_type(group, Group)
         assert_type(group.worker("w1").call(f, 1), float)
@@ -111,6 +171,7 @@ async def in_asyncio() -> None:
 
 with farcall.Group(url="tcp://10.0.0.1:4000") as joined:
     assert_type(joined.worker().name, str)
+    assert_type(joined.workers("w*").call(f, 1), dict[str, float])
 with farcall.engines.local(3) as local:
     assert_type(local, Group)
 try:

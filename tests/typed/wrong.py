@@ -1,6 +1,6 @@
 """Wrong uses of the typed interface: type checkers must report every line that is marked, and no other."""
 
-from right import Shelf, Sub, f, g, later, n, r, w
+from right import Shelf, Sub, f, g, later, n, r, rs, w, ws
 
 import farcall
 from farcall import RRef
@@ -34,6 +34,27 @@ farcall.Group(3)  # E
 farcall.engines.local("3")  # E
 z1: str = farcall.rpc_sync("w1", f, args=(1,))  # E
 z3: bytes = farcall.rpc_sync("w1", g, args=(1,))  # E
+ws.call(f, "no")  # E
+ws.call(f, 1, timeout=3)  # E
+ws.submit(g, "no")  # E
+ws.keep(Shelf, 3)  # E
+ws.map(f, ["no"])  # E
+ws.map(f, [1], per_worker="2")  # E
+ws.submit(f, 1).first("2")  # E
+ws.options(timeout="3")  # E
+ws.options(idempotent="yes")  # E
+w.options(idempotent=True)  # E
+y1: float = ws.call(f, 1)  # E
+y2: dict[str, int] = ws.call(g, 1)  # E
+rs.call(Shelf.put, 3)  # E
+rs.map(Shelf.put, [3])  # E
+rs.any().call(Shelf.put, 3)  # E
+rs.call(f, 3)  # E
+farcall.workers(3)  # E
+farcall.workers(where=3)  # E
+farcall.wait([w.submit(f, 1)], return_when="SOON")  # E
+farcall.as_completed([3])  # E
+farcall.Futures([w.submit(f, 1)])  # E
 
 
 async def wrong() -> None:

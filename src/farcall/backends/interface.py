@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, Ty
 from farcall.deadlines import find_scope
 from farcall.errors import BackendError, ForkedProcessError, RpcError, RpcTimeoutError, UsageError
 from farcall.functions import async_result
-from farcall.futures import Future
+from farcall.futures import Future, failed_future
 from farcall.options import DEFAULT_RPC_TIMEOUT, UNSET_RPC_TIMEOUT
 from farcall.protocol.ids import ForkId, RRefId, Worker, WorkerInfo
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class NumberedWorker(Protocol):
-    """A worker of the group, as `ReferenceCalls.numbered` has it. Only its name and id are needed."""
+    """A worker of the group as a reference store knows it, by the worker's number. Only its name and id are needed."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -60,7 +60,10 @@ class NumberedWorker(Protocol):
 
 
 class Handle(Protocol):
-    """One copy of a reference on this worker. When the handle is garbage-collected, the owner counts one less."""
+    """One copy of a reference on this worker. When the handle is garbage-collected, the owner counts one copy less.
+
+    Handles are created by the reference store of the agent, not by programs.
+    """
 
     @property
     def reference(self) -> RRefId:
@@ -72,11 +75,11 @@ class Handle(Protocol):
 
     @property
     def value(self) -> Future[Any] | None:
-        """The future of the value on the owner; None on other workers."""
+        """The future of the value, on the owner of the reference; None on other workers."""
 
     @property
     def confirmed(self) -> bool:
-        """Whether the owner has confirmed that it counts this handle."""
+        """Whether the owner has confirmed that it counts this handle; always True on the owner."""
 
     @property
     def reference_store(self) -> ReferenceStore:
@@ -93,7 +96,7 @@ class Handle(Protocol):
 
 
 class ReferenceCalls(Protocol):
-    """Makes requests about the values of references, for `RRef` and its proxies."""
+    """Makes requests about the values of references, for `RRef` and its proxies. An agent with references has one."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -101,7 +104,7 @@ class ReferenceCalls(Protocol):
 
     @property
     def numbered(self) -> Mapping[Any, NumberedWorker]:
-        """All workers of the group, by the numbers that `RRefId.owner` and `ReferenceStore.me` use."""
+        """The workers of the group, by their numbers. `RRefId.owner` and `ReferenceStore.me` are such numbers."""
 
     def call_on(
         self,
@@ -117,17 +120,17 @@ class ReferenceCalls(Protocol):
 
         Args:
             handle: A handle of the reference.
-            what: What is requested, a constant of `protocol.frames`: `METHOD` calls a method of the value, `VALUE` asks
-                for a copy of the value, `PRESENCE` whether the value is there, and `TYPE` for its type.
-            method: The name of the method; for other requests a name for messages, which is not called.
-            args: The positional arguments of the method; empty for other requests.
+            what: The kind of the request, a constant of `protocol.frames`. `METHOD` calls a method of the value.
+                `VALUE` gets a copy of the value. `PRESENCE` gets None as soon as the value exists. `TYPE` gets the type
+                of the value. Not checked.
+            method: The name of the method. For the other kinds it only appears in error messages.
+            args: The positional arguments of the method; empty for the other kinds.
             kwargs: The keyword arguments of the method; None for none.
             timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` the timeout of the agent.
-            unattended: True if the caller will not wait for the future at once, so that another thread must read the
-                reply.
+            unattended: True if the caller will not wait for the future at once. Another thread then reads the reply.
 
         Returns:
-            The future of the reply.
+            The future of the reply. It fails with the exception of the method, or with `RpcTimeoutError`.
 
         Raises:
             OwnerLostError: The owner was lost.
@@ -136,11 +139,27 @@ class ReferenceCalls(Protocol):
             UsageError: This worker has released the handle, or `timeout` is negative or not a number.
         """
 
+    def call_on_many(
+        self,
+        handles: Sequence[Any],
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Calls the same method of several values, without waiting for the replies; see `call_on`.
+
+        Returns a future for each handle, in the same order. The future of a call that could not be sent has failed.
+
+        Raises:
+            SerializationError: An argument cannot be pickled.
+        """
+
     def fetch(self, handle: Any, timeout: float) -> Any:
-        """Waits for the value of a reference that another worker owns, and returns a copy.
+        """Waits for the value of a reference that another worker owns, and returns a copy of the value.
 
         Args:
-            handle: A handle of the reference.
+            handle: A handle of the reference. On the owner, use `handle.value` instead.
             timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` the timeout of the agent.
 
         Raises:
@@ -157,11 +176,12 @@ class ReferenceCalls(Protocol):
         Args:
             handle: A handle of the reference.
             method: The name of the method.
-            args: The positional arguments.
+            args: The positional arguments; may be empty.
             kwargs: The keyword arguments; None for none.
 
         Returns:
-            A handle of the result, without waiting for it.
+            A handle of the result, without waiting for it. If the method fails or does not exist, using the result
+            raises.
 
         Raises:
             OwnerLostError: The owner was lost.
@@ -182,18 +202,24 @@ class ReferenceCalls(Protocol):
 
 
 class ReferenceStore(Protocol):
-    """The references of one agent: the values that its worker owns, and its handles."""
+    """The references of one worker: the values that it owns, and its handles. A handle is one copy of a reference."""
 
     @property
     def me(self) -> Worker:
-        """The number of this worker, as `RRefId.owner` of the references that it owns has it."""
+        """The number of this worker. References that this worker owns have it as `RRefId.owner`."""
 
     @property
     def calling(self) -> ReferenceCalls:
-        """Makes the requests about the values of this store's handles."""
+        """The object that makes the requests about the values of this store's handles.
+
+        Raises `UsageError` if the backend has no references.
+        """
 
     def own(self, value: Any) -> Handle:
         """Creates a reference to a value of this worker and returns its handle. `RRef(value)` calls it.
+
+        Args:
+            value: Any value; may be None. It is kept here and not copied.
 
         Raises:
             UsageError: The backend has no references, or the agent was shut down.
@@ -228,7 +254,11 @@ class ReferenceStore(Protocol):
 
 
 class NoReferences:
-    """The reference store of an agent without references. It is always empty."""
+    """The reference store of an agent without references.
+
+    It is always empty. Creating a reference raises `UsageError`. `me` is always 0, because no reference needs the
+    number of this worker.
+    """
 
     me: Worker = 0
 
@@ -272,13 +302,16 @@ Key = str | int | WorkerInfo
 
 
 class WorkerHandle:
-    """The base of `farcall.Worker`: an object that can be given in place of the name of a worker."""
+    """The base of `farcall.Worker`: an object that can be given in place of the name of a worker.
+
+    A subclass overrides `key`, which says which worker it stands for.
+    """
 
     __slots__ = ()
 
     @property
     def key(self) -> Key:
-        """The name, the rank or the `WorkerInfo` of the worker."""
+        """The name, the rank or the `WorkerInfo` of the worker. This base class raises `NotImplementedError`."""
         raise NotImplementedError
 
 
@@ -287,7 +320,15 @@ To = Key | WorkerHandle
 
 
 class PeerMetrics(TypedDict):
-    """Counters about this worker and one other worker, since this worker's agent started."""
+    """Counters about this worker and one other worker, since this worker's agent started.
+
+    `calls_made` counts the calls of this worker to the other one; of these, `calls_failed` have failed and
+    `calls_pending` are not done yet. `calls_served` counts the calls of the other worker to this one. `bytes_out` and
+    `bytes_in` count bytes sent and received; `bytes_shared_out`, `bytes_shared_in` and `bytes_returned` are the parts
+    of them that went through shared memory. `bytes_waiting` counts bytes not sent yet. `resends` counts messages sent
+    again after a connection broke. `references_refused` counts refused requests about references. `heartbeat_age` is
+    the time, in seconds, since the other worker was last heard; 0 if this worker does not watch it.
+    """
 
     calls_made: int
     """Calls to the other worker, including those on references. Calls made by `remote` do not count."""
@@ -332,7 +373,12 @@ class PeerMetrics(TypedDict):
 
 
 class Metrics(PeerMetrics):
-    """The sums of `PeerMetrics` over all workers, and what this worker is doing now."""
+    """The counters of one worker: the sums of `PeerMetrics` over all workers, and what its executor is doing now.
+
+    `queue_length` is the number of requests that wait for a thread. `threads` is the number of threads;
+    `threads_running` of them run a function, `threads_waiting` run a function that waits for a call of its own, and
+    `threads_idle` have nothing to do. `peers` has the `PeerMetrics` for each worker, by its name.
+    """
 
     queue_length: int
     """Requests of other workers that wait for a thread of the executor."""
@@ -349,10 +395,14 @@ class Metrics(PeerMetrics):
 
 
 class MembershipChange(NamedTuple):
-    """A worker has joined the group, has left it, or was lost."""
+    """One change of a group, which is passed to the functions registered with `watch_members`.
+
+    `kind` is "joined", "left" (the worker shut down) or "lost" (it died, or was declared lost). `worker` is the worker
+    that joined, left or was lost.
+    """
 
     kind: str
-    """"joined", "left" (the worker shut down) or "lost" (it died, or was declared lost)."""
+    """What happened: "joined", "left" (the worker shut down) or "lost" (it died, or was declared lost)."""
     worker: WorkerInfo
     """The worker that joined, left or was lost."""
 
@@ -360,8 +410,14 @@ class MembershipChange(NamedTuple):
 class RpcAgent(ABC):
     """The part of a process that makes it a worker of a group. The base class of the agents of all backends.
 
-    A subclass implements `run_on`, `get_worker_info`, `get_worker_infos`, `join` and `shutdown`. docs/backends.md has a
+    A subclass implements `run_on`, `get_worker_info`, `get_worker_infos`, `join` and `shutdown`. Instantiating a
+    subclass without them raises `TypeError`. The constructor of this class takes no arguments. docs/backends.md has a
     complete example.
+
+    `rpc_timeout` is the timeout, in seconds, of calls that do not give their own; 0 means none. `reference_store` has
+    the references of this worker; the default has none, and creating one raises `UsageError`. `is_open` says whether
+    workers may join the group after its start. `closed` is the error that every call raises from now on; None while the
+    agent can be used.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -394,13 +450,14 @@ class RpcAgent(ABC):
     ) -> Future[Any]:
         """Sends a call to a worker, without waiting for the result.
 
-        The timeout does not have to be enforced: `call` does that.
+        The timeout does not have to be enforced: `call`, the only caller of this method, does that. `call` has also
+        checked the arguments.
 
         Args:
             worker: The callee, as `get_worker_info` returned it.
             function: The function to run there.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: Its positional arguments; may be empty.
+            kwargs: Its keyword arguments; may be empty.
             timeout: How many seconds the caller will wait, in case the callee wants to know; 0 means no timeout.
 
         Returns:
@@ -424,7 +481,7 @@ class RpcAgent(ABC):
 
     @abstractmethod
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """Returns the `WorkerInfo` of all workers of the group, this one included, ordered by rank."""
+        """Returns the `WorkerInfo` of all workers of the group ordered by rank. This worker is always one of them."""
 
     @abstractmethod
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
@@ -444,8 +501,8 @@ class RpcAgent(ABC):
         """Leaves the group and releases all resources, even if an error is raised. A second call does nothing.
 
         Args:
-            graceful: Whether to call `join` first.
-            timeout: How many seconds `join` may wait; 0 means no limit.
+            graceful: Whether to call `join` first, which waits until all workers are done.
+            timeout: How many seconds `join` may wait; 0 means no limit. Ignored if not `graceful`.
 
         Raises:
             ShutdownError: `join` failed. All resources have been released all the same.
@@ -470,7 +527,7 @@ class RpcAgent(ABC):
         """Sends a call to a worker, without waiting for the result. `rpc_sync` and `rpc_async` use it.
 
         Args:
-            to: The callee: its name, its rank or its `WorkerInfo`.
+            to: The callee: its name, its rank, its `WorkerInfo` or a `farcall.Worker`.
             function: The function to run there.
             args: Its positional arguments, a tuple or a list; None for none.
             kwargs: Its keyword arguments; None for none.
@@ -518,16 +575,56 @@ class RpcAgent(ABC):
 
         return self._expiry.limit(future, began + timeout, new_error)
 
+    def call_many(
+        self,
+        workers: Sequence[WorkerInfo],
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Sends the same call to several workers, without waiting for results. `Workers.submit` uses it.
+
+        The default calls `call` for each worker. An agent that pickles arguments can override it to pickle them once.
+
+        Args:
+            workers: The callees; at least one.
+            function: The function to run there.
+            args: Its positional arguments, a tuple or a list; None for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` means `rpc_timeout`.
+
+        Returns:
+            A future for each worker, in the same order. The future of a worker that cannot be reached has failed.
+
+        Raises:
+            UsageError: The call is wrong for all of them, as `call` says. Nothing was sent.
+            RpcError: The error in `closed`, if the agent cannot be used any more.
+        """
+        futures: list[Future[Any]] = []
+        for worker in workers:
+            try:
+                futures.append(self.call(worker, function, args, kwargs, timeout, unattended=True))
+            except RpcError as error:
+                if not futures and (isinstance(error, UsageError) or error is self.closed):
+                    raise
+                futures.append(failed_future(error))
+        return futures
+
+    def calls_pending(self, worker: WorkerInfo) -> int:
+        """Returns how many calls of this worker to another one are under way. The default does not know: 0."""
+        return 0
+
     @cached_property
     def _expiry(self) -> Expiry:
-        """The open calls of this agent that have a timeout."""
+        """The open calls of this agent that have a timeout. Created empty by the first use."""
         return Expiry()
 
     def start(self) -> None:  # noqa: B027 (an agent may run calls as soon as it is created)
         """Begins to run the calls of other workers.
 
         `init_rpc` calls it once, after it has made this the agent of the process, so that functions that other workers
-        call can use `farcall`'s functions. The default does nothing.
+        call can use `farcall`'s functions. The default does nothing, for agents that run calls from their creation on.
         """
 
     def sync(self, timeout: float = 0.0) -> None:
@@ -554,7 +651,7 @@ class RpcAgent(ABC):
         The default raises `UsageError`, for backends without references.
 
         Args:
-            to: The worker that runs the function and owns the result.
+            to: The worker that runs the function and owns the result: its name, rank, `WorkerInfo` or `farcall.Worker`.
             function: The function.
             args: Its positional arguments, a tuple or a list; None for none.
             kwargs: Its keyword arguments; None for none.
@@ -583,25 +680,38 @@ class RpcAgent(ABC):
         """
 
     def unwatch_members(self, watcher: Callable[[MembershipChange], object]) -> None:  # noqa: B027
-        """Removes a watcher that was registered with `watch_members`. Does nothing if it is not registered."""
+        """Removes a watcher that was registered with `watch_members`. Does nothing if it is not registered.
+
+        The default does nothing, for backends whose groups never change.
+        """
 
     def add_interceptor(self, interceptor: Any) -> None:
-        """Registers an interceptor (`farcall.add_interceptor`). By default there are none: raises `UsageError`."""
+        """Registers an interceptor, an object that runs around every call. `farcall.add_interceptor` uses it.
+
+        The default raises `UsageError` for any object, for backends without interceptors. Other backends raise it for
+        an object that is no interceptor.
+        """
         raise UsageError(
             f"the backend of this worker ({type(self).__name__}) does not support interceptors; use the default backend"
         )
 
     def remove_interceptor(self, interceptor: Any) -> None:  # noqa: B027 (there is nothing to remove)
-        """Removes an interceptor that `add_interceptor` has registered. Does nothing if it is not registered."""
+        """Removes an interceptor that `add_interceptor` has registered. Does nothing if it is not registered.
+
+        The default does nothing, for backends without interceptors.
+        """
 
     def get_metrics(self) -> Mapping[str, Any]:
-        """Returns the agent's counters under the names of `Metrics`. The default counts nothing: an empty dict."""
+        """Returns the agent's counters under the names of the fields of `Metrics`, such as `calls_made`.
+
+        The default counts nothing, and returns an empty dict.
+        """
         return {}
 
     def get_debug_info(self) -> dict[str, str]:
         """Returns the counters of `get_metrics` as text, under names that begin with `agent.`, as torch does.
 
-        Counters that are not single numbers or texts are left out.
+        Counters that are not single numbers or texts are left out. Returns an empty dict if the agent counts nothing.
         """
         return {
             f"agent.{name}": str(value)
@@ -610,7 +720,10 @@ class RpcAgent(ABC):
         }
 
     def _get_device_map(self, dst: WorkerInfo) -> dict[Any, Any]:
-        """Returns the device map for a callee: from devices of this worker to devices of `dst`. Empty by default."""
+        """Returns the device map for the callee `dst`: from devices of this worker to devices of the callee.
+
+        The default returns an empty dict, which maps no devices. Whether there is such a worker is not checked.
+        """
         return {}
 
     # Forks of the process
@@ -643,7 +756,7 @@ class RpcAgent(ABC):
 
 
 def checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function`. Raises `UsageError` if it cannot be called."""
+    """Returns `function`. Raises `UsageError` if it is not callable; None is not."""
     if not callable(function):
         raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
     return function
@@ -655,9 +768,10 @@ def bad_arguments(args: object) -> UsageError:
 
 
 def worker_key(to: object) -> Key:
-    """Returns the name, the rank or the `WorkerInfo` that `to` stands for.
+    """Returns the name, the rank or the `WorkerInfo` that `to` stands for; for a `farcall.Worker`, its key.
 
-    Raises `UsageError` for anything else. True and 1.0 are no ranks, though they equal one.
+    Raises `UsageError` for anything else, such as None. A bool or a float is no rank. Whether there is such a worker is
+    not checked.
     """
     if isinstance(to, WorkerHandle):
         to = to.key
@@ -693,17 +807,17 @@ def run_here(
     """Runs a function for another worker, in this thread, and returns a future of what its caller gets.
 
     Args:
-        function: The function.
-        args: Its positional arguments.
+        function: The function. If it cannot be called, the future fails with `TypeError`.
+        args: Its positional arguments; none by default.
         kwargs: Its keyword arguments; None for none.
-        runner: Called with the arguments instead of `function`, if given. Whether the call is asynchronous still
-            depends on `function`.
+        runner: A function to call with these arguments in place of `function`; None calls `function`. The mark of
+            `async_execution` is looked up on `function`, not on the runner.
 
     Returns:
-        A future that is done, with two exceptions: for a function marked by `async_execution` it is the function's own
-        future, and the coroutine of an `async def` function runs in a new event loop in a new thread. All exceptions
-        of the function, including `SystemExit` and `KeyboardInterrupt`, become the outcome of the future; nothing is
-        raised here.
+        A future. It is done, except in two cases. For a function marked by `async_execution`, it is the future that the
+        function returned. For an `async def` function, the coroutine runs in a new thread and completes the future
+        later. Every exception of the function, even `SystemExit` or `KeyboardInterrupt`, becomes the outcome of the
+        future; nothing is raised here.
 
     Example:
         >>> run_here(max, (3, 4)).value()
@@ -744,7 +858,10 @@ _MAX_SLEEP_S: Final = 0.5
 
 
 class Expiry:
-    """The open calls of one agent that have a deadline, and the thread that fails those whose deadline has passed."""
+    """The open calls of one agent that have a deadline, and the thread that fails those whose deadline has passed.
+
+    `limit` adds a call. The thread exists only while there are open calls, so nothing has to be closed.
+    """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()  # its lock is reentrant, because a signal handler may make a call
@@ -760,8 +877,8 @@ class Expiry:
 
         Args:
             future: The future of the call.
-            deadline: The moment of the deadline, in seconds of `time.monotonic`.
-            new_error: Creates the exception; called by the thread that watches the deadlines.
+            deadline: The moment of the deadline, in seconds of `time.monotonic`; infinity means never.
+            new_error: Creates the exception; called by the thread that watches the deadlines. Must not raise.
         """
         limited: Future[Any] = Future()
         number = next(self._numbers)
@@ -786,7 +903,7 @@ class Expiry:
         return limited
 
     def _run(self) -> None:
-        """Fails the calls whose deadlines pass, until there are no open calls left."""
+        """The thread that watches the deadlines: fails calls whose deadlines pass. Ends when no open calls are left."""
         while True:
             with self._condition:
                 if not self._open:

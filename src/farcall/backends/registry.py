@@ -53,13 +53,13 @@ def construct_default_options(
 
     Args:
         rpc_timeout: The timeout, in seconds, of calls that do not give their own; 0 means no timeout.
-        init_method: The URL at which the workers find each other.
+        init_method: The URL at which the workers find each other. Not checked here.
         _transports: Ignored; torch's programs pass it.
         _channels: Ignored; torch's programs pass it.
-        **chosen: Other options of `RpcBackendOptions`.
+        **chosen: Other options of `RpcBackendOptions`; those left out have their defaults.
 
     Raises:
-        UsageError: An option has a value that it cannot have.
+        UsageError: An option has a value that it cannot have; `DeviceError` for a device or a device map.
         BackendError: There is no option of that name.
     """
     return RpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **chosen)
@@ -68,13 +68,16 @@ def construct_default_options(
 def init_default_agent(
     store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
 ) -> RpcAgent:
-    """Returns a new agent of farcall's own, after it has joined its group; for a fixed group, when it is complete.
+    """Returns a new agent of the default backend, after it has joined its group.
+
+    For a fixed group, waits until all workers have joined.
 
     Args:
         store: Ignored.
         name: The name of this worker.
-        rank: The rank of this worker; -1 if `init_rpc` was not given one.
-        world_size: The number of workers; None for an open group, or to take it from the environment.
+        rank: The rank of this worker; -1 takes it from the URL or the environment, if they have one.
+        world_size: The number of workers; None takes it from the URL or the environment. If those have none either, the
+            group is open.
         rpc_backend_options: The options of the agent.
 
     Raises:
@@ -93,10 +96,12 @@ def join_group(
     """Finds the other workers at `options.init_method`, and returns a new agent in their group.
 
     Args:
-        make_agent: `Agent`, or a subclass or function with the same parameters.
+        make_agent: `Agent`, or a subclass or function with the same parameters: the name, the rendezvous, the options,
+            the transports by name and the credentials.
         name: The name of this worker.
-        rank: The rank of this worker; -1 if `init_rpc` was not given one.
-        world_size: The number of workers; None for an open group, or to take it from the environment.
+        rank: The rank of this worker; -1 takes it from the URL or the environment, if they have one.
+        world_size: The number of workers; None takes it from the URL or the environment. If those have none either, the
+            group is open.
         options: The options of the agent.
 
     Raises:
@@ -125,10 +130,12 @@ def join_at(
     """Finds the other workers with `find_rendezvous`, and returns a new agent in their group.
 
     Args:
-        make_agent: `Agent`, or a subclass or function with the same parameters.
+        make_agent: `Agent`, or a subclass or function with the same parameters: the name, the rendezvous, the options,
+            the transports by name and the credentials.
         name: The name of this worker.
         options: The options of the agent.
-        find_rendezvous: Returns the rendezvous, given this worker's credentials. Called after the options are checked.
+        find_rendezvous: Returns the rendezvous (the connection to the group's store), given this worker's credentials
+            (its secret and certificate). Called after the options are checked.
 
     Raises:
         UsageError: An option, the name, the rank or the world size is not valid.
@@ -163,7 +170,15 @@ ENTRY_POINTS: Final = "farcall.backends"
 
 
 class BackendValue(NamedTuple):
-    """The two functions that make up a backend: one creates its options, the other creates its agents."""
+    """The two functions that make up a backend.
+
+    `construct_rpc_backend_options_handler` returns options, given an `rpc_timeout`, an `init_method` and the keyword
+    arguments of other options. `init_backend_handler` returns a new agent, given the keyword arguments `store`, `name`,
+    `rank`, `world_size` and `rpc_backend_options`.
+
+    A package offers a `BackendValue` as an entry point of the group `farcall.backends`. The functions are not checked
+    here, but when the backend is registered.
+    """
 
     construct_rpc_backend_options_handler: Callable[..., BackendOptions]
     """Returns options of the backend, an instance of a subclass of `BackendOptions`.
@@ -178,7 +193,7 @@ class BackendValue(NamedTuple):
 
 
 class _Backends(type):
-    """The metaclass of `BackendType`, which makes it a namespace of all backends, as an `Enum` is of its members."""
+    """The metaclass of `BackendType`, which makes the class a namespace of all backends: `BackendType.NAME` is one."""
 
     def __getattr__(cls, name: str) -> BackendType:
         """Returns the backend of that name, loading its package if necessary.
@@ -202,19 +217,26 @@ class _Backends(type):
         return found
 
     def __contains__(cls, backend: object) -> bool:
-        """Returns whether a backend is registered, or a name belongs to a registered or installed one."""
+        """Returns whether a backend is registered, or whether a name belongs to a registered or installed one.
+
+        `backend` is a `BackendType` or a name. Returns False for any other object, but raises `TypeError` for one that
+        cannot be hashed.
+        """
         return backend in _known.values() if isinstance(backend, BackendType) else _is_known(backend)
 
     def __iter__(cls) -> Iterator[BackendType]:
-        """Iterates over the backends that are registered or loaded so far, each once."""
+        """Iterates over the backends that are registered or loaded so far, each once; at least the default one."""
         return iter(list(dict.fromkeys(_known.values())))
 
     def __len__(cls) -> int:
-        """Returns the number of backends that are registered or loaded so far."""
+        """Returns the number of backends registered or loaded so far, at least 1.
+
+        A backend with two names counts once.
+        """
         return len(set(_known.values()))
 
     def __dir__(cls) -> list[str]:
-        """Returns the attributes of the class and the names of the backends, for completion."""
+        """Returns the attributes of the class and the names of the backends known so far, for completion."""
         return [*super().__dir__(), *_known]
 
     def __repr__(cls) -> str:
@@ -222,7 +244,10 @@ class _Backends(type):
 
     @property
     def __members__(cls) -> Mapping[str, BackendType]:
-        """The backends that are registered or loaded so far, by all their names; read-only."""
+        """The backends that are registered or loaded so far, by name; read-only.
+
+        A backend with two names is there under both of them.
+        """
         return MappingProxyType(dict(_known))
 
 
@@ -232,11 +257,11 @@ class BackendType(metaclass=_Backends):
 
     Backends are found by `BackendType.NAME` (`AttributeError` if there is none of that name), `BackendType["NAME"]`
     (`KeyError`), `"NAME" in BackendType`, and iteration. New ones are created by `register_backend`, not by calling
-    this class.
+    this class, which checks nothing and registers nothing.
 
     Attributes:
         name: The name of the backend.
-        value: Its two functions.
+        value: The two functions that create its options and its agents, a `BackendValue`.
     """
 
     __slots__ = ("name", "value")
@@ -260,7 +285,10 @@ _lock: Final = threading.Lock()
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Returns whether there is a backend of that name, registered or provided by an installed package."""
+    """Returns whether there is a backend of that name, registered or provided by an installed package.
+
+    Loads nothing.
+    """
     return _is_known(backend_name)
 
 
@@ -273,8 +301,10 @@ def register_backend(
 
     Args:
         backend_name: Its name, which becomes an attribute of `BackendType`.
-        construct_rpc_backend_options_handler: Creates its options; see `BackendValue`.
-        init_backend_handler: Creates its agents; see `BackendValue`.
+        construct_rpc_backend_options_handler: Creates its options. Called as `handler(rpc_timeout, init_method,
+            **more)`; returns an instance of a subclass of `BackendOptions`.
+        init_backend_handler: Creates its agents. Called with the keyword arguments `store`, `name`, `rank`,
+            `world_size` and `rpc_backend_options`; returns an `RpcAgent`.
 
     Returns:
         The new backend, also available as `BackendType.<backend_name>`.
@@ -302,11 +332,13 @@ def register_backend(
 def unregister_backend(backend_name: str) -> None:
     """Removes a backend from the registry. Agents that it has created keep running.
 
+    A backend of an installed package is loaded again when its name is used.
+
     Args:
         backend_name: The name of the backend.
 
     Raises:
-        UsageError: No backend of that name is registered, or it is the default backend.
+        UsageError: No backend of that name is registered or loaded, or it is the default backend.
     """
     with _lock:
         if _known.get(backend_name) is _DEFAULT:
@@ -324,15 +356,16 @@ def construct_rpc_backend_options(
     """Returns options for a backend.
 
     Args:
-        backend: The backend.
+        backend: The backend. Its type is not checked.
         rpc_timeout: The timeout, in seconds, of calls that do not give their own; 0 means no timeout.
-        init_method: The rendezvous, as a URL.
-        **kwargs: Other options of the backend.
+        init_method: The rendezvous, as a URL. Not checked here.
+        **kwargs: Other options of the backend; those left out have their defaults.
 
     Raises:
-        UsageError: An option has a value that it cannot have. Other exceptions of the backend's handler are raised as
-            they are.
-        BackendError: The handler returned something else than a `BackendOptions`.
+        UsageError: An option has a value that it cannot have. Other exceptions of the backend's handler, the function
+            that creates the options, are raised as they are.
+        BackendError: The handler returned something else than a `BackendOptions`, or the default backend has no option
+            of that name.
     """
     options = backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
     if not isinstance(options, BackendOptions):
@@ -347,9 +380,10 @@ def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> RpcAgent:
     """Returns a new agent of a backend, with its `rpc_timeout` set from the options. `init_rpc` calls it.
 
     Args:
-        backend: The backend.
-        *args: Positional arguments for the backend's `init_backend_handler`.
+        backend: The backend. Its type is not checked.
+        *args: Positional arguments for `init_backend_handler`, the function of the backend that creates agents.
         **kwargs: Keyword arguments for it, usually `store`, `name`, `rank`, `world_size` and `rpc_backend_options`.
+            Without options, the agent keeps its own `rpc_timeout`.
 
     Raises:
         BackendError: The options are not of this backend, or the handler did not return an `RpcAgent` whose
@@ -378,10 +412,10 @@ def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> RpcAgent:
 
 
 def _check_options(backend: BackendType, options: object) -> None:
-    """Raises `BackendError` if `options` are not of the type of the backend's options. Returns None if they are.
+    """Raises `BackendError` if `options` are not of the type of the backend's default options. Returns if they are.
 
-    Does nothing if the type is unknown, because the backend's handler cannot create default options; the backend must
-    check the options itself then.
+    Does nothing if the type is unknown, because the backend cannot create default options; the backend must check the
+    options itself then.
     """
     wanted = _type_of_options(backend)
     if wanted is not _NoOptions and not isinstance(options, wanted):
@@ -394,13 +428,18 @@ def _check_options(backend: BackendType, options: object) -> None:
 def choose_backend(backend: BackendType | None, options: BackendOptions | None) -> tuple[BackendType, BackendOptions]:
     """Returns the backend and the options that `init_rpc` uses.
 
+    Logs a warning if `backend` is None and the options belong to another backend than the default.
+
     Args:
-        backend: The backend that the program gave; None to choose the one of the options, or else the default.
-        options: The options that the program gave; None for the backend's defaults.
+        backend: The backend that the program gave. None means the backend to which the options belong, or the default
+            one without options.
+        options: The options that the program gave; None for the backend's defaults. Whether given options belong to a
+            given backend is not checked here, but by `init_backend`.
 
     Raises:
-        BackendError: `backend` is not a `BackendType`, `options` are not `BackendOptions`, or no backend has options
-            of that type.
+        BackendError: `backend` is not a `BackendType`, `options` are not `BackendOptions`, or no backend has options of
+            that type.
+        Exception: What the backend raises if it cannot create default options.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise BackendError(
@@ -428,9 +467,10 @@ def choose_backend(backend: BackendType | None, options: BackendOptions | None) 
 
 
 def _backend_of(options: BackendOptions) -> BackendType:
-    """Returns the backend whose type of options these are; of several that fit, the one with the most derived type.
+    """Returns the backend to which `options` belong: they are of the type of its default options.
 
-    Entry points are loaded only if no known backend fits. Raises `BackendError` if none fits at all.
+    If several backends fit, returns the one with the most derived type. The backends of installed packages are loaded
+    only if no known backend fits. Raises `BackendError` if none fits at all.
     """
     for with_entry_points in (False, True):
         if with_entry_points:
@@ -444,7 +484,7 @@ def _backend_of(options: BackendOptions) -> BackendType:
 
 
 def _type_of_options(backend: BackendType) -> type:
-    """Returns the type of a backend's default options; `_NoOptions` if its handler cannot create default options."""
+    """Returns the type of a backend's default options; `_NoOptions` if the backend cannot create default options."""
     try:
         return type(construct_rpc_backend_options(backend))
     except Exception:  # the backend has options without defaults
@@ -452,16 +492,16 @@ def _type_of_options(backend: BackendType) -> type:
 
 
 class _NoOptions:
-    """A class without instances. `_type_of_options` returns it for backends whose options are not known."""
+    """A class without instances. It stands for the type of a backend's options if that type is not known."""
 
 
 # Names
 
 
 def _find(name: str) -> BackendType | None:
-    """Returns the backend of that name, loading its entry point if necessary; None if there is none.
+    """Returns the backend of that name, loading it from an installed package if necessary; None if there is none.
 
-    Raises `BackendError` if the entry point cannot be loaded.
+    Raises `BackendError` if the package cannot be loaded.
     """
     found = _known.get(name)
     if found is not None:
@@ -473,12 +513,12 @@ def _find(name: str) -> BackendType | None:
 
 
 def _is_known(name: object) -> bool:
-    """Returns whether a backend of that name is registered or has an entry point, without loading it."""
+    """Returns whether a backend of that name is registered or provided by an installed package, without loading it."""
     return name in _known or any(entry.name == name for entry in _entry_points())
 
 
 def _names() -> str:
-    """Returns the names of all backends, registered or installed, for error messages."""
+    """Returns the names of all backends, registered or installed, separated by commas, for error messages."""
     return ", ".join(dict.fromkeys([*_known, *(entry.name for entry in _entry_points())]))
 
 
@@ -490,7 +530,11 @@ def _entry_points() -> list[EntryPoint]:
 
 
 def _load_all() -> None:
-    """Loads the backends of all entry points. One that cannot be loaded is logged and skipped."""
+    """Loads the backends of all installed packages that provide some; there may be none.
+
+    A backend that cannot be loaded is logged as a warning and skipped. Raises `UsageError` for a name that no backend
+    can have: no identifier, an underscore at its start, "name" or "value".
+    """
     for entry in _entry_points():
         if entry.name not in _known:
             try:
@@ -500,9 +544,11 @@ def _load_all() -> None:
 
 
 def _load(entry: EntryPoint) -> BackendType:
-    """Loads and registers the backend of an entry point, and returns it.
+    """Loads and registers the backend of an entry point (of an installed package), and returns it.
 
-    Raises `BackendError` if the package cannot be imported, or the entry point does not name a `BackendValue`.
+    Returns the registered backend if there is one of that name already. Raises `BackendError` if the package cannot be
+    imported, or the entry point does not name a `BackendValue`. Raises `UsageError` for a name that no backend can
+    have: no identifier, an underscore at its start, "name" or "value".
     """
     try:
         value = entry.load()

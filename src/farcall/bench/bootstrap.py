@@ -14,10 +14,14 @@ from pathlib import Path
 from types import ModuleType
 
 _PACKAGE = str(Path(__file__).parents[1])
+"""The directory of the package `farcall`."""
 
 
 def install_stand_in() -> None:
-    """Puts an empty module in place of `farcall`, so that `farcall.bench` can be imported without importing farcall."""
+    """Puts an empty module in place of `farcall` in `sys.modules`, whether `farcall` is imported already or not.
+
+    So `farcall.bench` can be imported without running the package's own code.
+    """
     package = ModuleType("farcall")
     package.__path__ = [_PACKAGE]
     sys.modules["farcall"] = package

@@ -27,18 +27,26 @@ _INSTALL_PLOTS = "`pip install 'farcall[bench]'` installs it"
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which files to write besides what is printed. None writes nothing.
+    """Which files to write besides what is printed. `Outputs()` writes none.
 
-    `json` is a file for all results, `plots` a directory for pictures, which is created if necessary.
+    Attributes:
+        json: A file for all results, whose directory must exist; None for none.
+        plots: A directory for pictures, which is created if necessary; None for none.
+        docs: The directory of the documentation, for benchmarks.md and its plots; None to leave it alone.
     """
 
     json: Path | None = None
     plots: Path | None = None
     docs: Path | None = None
-    """The directory of the documentation, for benchmarks.md and its plots."""
+    """The directory of the documentation, for benchmarks.md and its plots; None to leave it alone."""
 
     def check(self) -> None:
-        """Raises `UsageError`, with what to do, if one of the files could not be written. Writes nothing."""
+        """Checks, as far as possible, that the files can be written. Writes nothing. Outputs that are None are fine.
+
+        Raises:
+            UsageError: The directory of `json` or the directory `docs` does not exist, `plots` exists but is not a
+                directory, or `docs` is given and matplotlib is not installed.
+        """
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise UsageError(f"--json: the directory {self.json.absolute().parent} does not exist")
         if self.plots is not None and self.plots.exists() and not self.plots.is_dir():
@@ -50,13 +58,14 @@ class Outputs:
 
 
 def plan(chosen: Sequence[System], effort: Effort, measurer: Measurer) -> list[Turn]:
-    """Returns all turns in order: in each round, each part of every system. The order of the systems rotates by round.
+    """Returns all turns of a run in order: in each round, each part of the run for every system.
 
+    A turn is a title and a function that measures one part of one system. The order of the systems rotates by round.
     Returns an empty list if no systems were chosen.
 
     Args:
-        chosen: The systems to measure.
-        effort: How many rounds, and which parts.
+        chosen: The systems to measure: farcall and the libraries that it is compared with.
+        effort: How many rounds, and which parts, such as "payload".
         measurer: Carries out the turns.
     """
     return [
@@ -73,14 +82,15 @@ def run(effort: Effort, peers: Sequence[System], outputs: Outputs) -> int:
     Args:
         effort: What to measure, and how much of it.
         peers: Other systems to compare with; may be empty. Systems that are not installed are reported and left out.
-        outputs: Which files to write.
+        outputs: Which files to write; `Outputs()` for none.
 
     Returns:
         The exit status: 0, or 1 if farcall itself could not be measured.
 
     Raises:
         UsageError: An output cannot be written. Nothing has been measured then.
-        SystemExit: The run was ended by SIGTERM (143) or Ctrl-C (130).
+        OSError: A file could not be written after the run.
+        SystemExit: The run was ended by SIGTERM (status 143) or Ctrl-C (130).
     """
     outputs.check()
     screen = Screen()
@@ -102,7 +112,13 @@ def run(effort: Effort, peers: Sequence[System], outputs: Outputs) -> int:
 def _show(findings: Findings, effort: Effort, where: dict[str, str], screen: Screen) -> None:
     """Prints the tables, the machine, reasons for missing values, and warnings.
 
-    Prints no tables if there are no values. `where` describes the machine; see `machine.describe`.
+    Prints no tables if there are no values.
+
+    Args:
+        findings: The results.
+        effort: What was measured.
+        where: Texts about the machine, by their titles, such as "kernel".
+        screen: Where to print.
     """
     for shown in report.tables(findings, effort).values():
         for table in shown:
@@ -122,8 +138,8 @@ def _show(findings: Findings, effort: Effort, where: dict[str, str], screen: Scr
 def _write(findings: Findings, effort: Effort, where: dict[str, str], outputs: Outputs, screen: Screen) -> None:
     """Writes the files that were asked for, and prints the names of plots and pages.
 
-    Does nothing if none were asked for. Without matplotlib, prints why there are no plots. Raises `OSError` if a file
-    cannot be written.
+    Does nothing if none were asked for. Without matplotlib, prints why there are no plots. `where` has texts about the
+    machine, by their titles. Raises `OSError` if a file cannot be written.
     """
     if outputs.json is not None:
         found = findings.as_json(effort, where)

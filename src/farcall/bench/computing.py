@@ -10,9 +10,9 @@ import threading
 
 
 class ComputingThread:
-    """A thread that runs plain Python code without ever waiting, until it is stopped.
+    """A thread that runs plain Python code without ever waiting, to put load on a process that is measured.
 
-    Made stopped; can be started again.
+    A new object has no running thread. `start` starts it, and `stop` ends it. It can be started again.
     """
 
     def __init__(self) -> None:
@@ -36,6 +36,5 @@ class ComputingThread:
             self._thread = None
 
     def _compute(self) -> None:
-        """The code of the thread: computes until `stop` is called."""
         while not self._stopped:
             sum(range(100))

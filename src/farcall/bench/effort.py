@@ -13,18 +13,37 @@ from farcall.errors import UsageError
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 _SIZE: Final = re.compile(r"(\d+)\s*(B|KIB|MIB|GIB)?", re.IGNORECASE)
+"""A size of the option `--sizes`: a number and an optional unit, in upper or lower case."""
 _UNITS: Final = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": 1 << 30}
+"""How many bytes each unit of a size has."""
 
 PARTS: Final = ("payload", "exchange", "in-flight", "threads", "streaming", "references", "startup")
-"""The parts of a run: each system has one turn for each part in each round."""
+"""The parts of a run. In each round, each system has one turn (its processes are started, measured and ended) for each
+part.
+"""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure. A point ends after `seconds` or its number of calls, whichever comes first.
+    """What to measure, and how much of it. The defaults are a full run of `farcall bench`.
 
-    `rounds` is how often everything is measured, `parts` which parts of the run are (see `PARTS`). `echoes`, `calls`
-    and `references` are the largest numbers of calls of a point, by part; `warmup` calls before them do not count.
+    Each part of a run is measured at *points*: payload sizes, or numbers of calls, threads or workers. The measurement
+    of a point ends after `seconds` or its largest number of calls, whichever comes first. The values are not checked.
+
+    Attributes:
+        rounds: How many times everything is measured.
+        parts: The parts of the run that are measured. Each is one of `PARTS`.
+        sizes: Payload sizes in bytes, for "payload" and "exchange".
+        windows: Numbers of calls in flight, for "in-flight".
+        threads: Numbers of threads that call at the same time, for "threads".
+        streamed: Sizes in bytes of the arrays that are sent all the time while no-op calls are timed, for "streaming".
+        workers: Numbers of workers to start, for "startup".
+        seconds: About how many seconds a point is measured at most. "startup" has no such limit.
+        echoes: The largest number of calls at each point of "payload" and "exchange".
+        warmup: The largest number of untimed calls before the timed calls of "payload", "exchange" and "references".
+        calls: The largest number of calls at each point of "in-flight".
+        references: The largest number of references that "references" creates.
+        quick: True if the run only shows that everything works.
     """
 
     rounds: int = 3
@@ -68,7 +87,8 @@ QUICK: Final = Effort(
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Returns the sizes in a list such as `0,64,4KiB,1MiB`, in bytes, sorted and without duplicates.
 
-    Raises `UsageError` if a word is not a size, also for an empty text.
+    A unit is B, KiB, MiB or GiB, in upper or lower case; without a unit the number is in bytes. Raises `UsageError` if
+    a word is not a size, also for an empty text.
     """
     sizes = set()
     for word in text.split(","):
@@ -82,7 +102,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
     """Returns the numbers in a list such as `1,2,8`, sorted and without duplicates.
 
-    Raises `UsageError`, which names `option`, if a word is not a whole number of at least 1.
+    Raises `UsageError` if a word is not a whole number of at least 1, also for an empty text. The message begins with
+    `option`, the name of the command-line option, such as `--start`.
     """
     words = [word.strip() for word in text.split(",")]
     for word in words:
@@ -92,7 +113,7 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
 
 
 def parse_parts(text: str) -> tuple[str, ...]:
-    """Returns the parts in a list such as `payload,startup`, in the order of `PARTS` and without duplicates.
+    """Returns the parts of a run in a list such as `payload,startup`, in the order of `PARTS` and without duplicates.
 
     Raises `UsageError`, which lists the known parts, for any other word, also for an empty text.
     """
@@ -103,10 +124,11 @@ def parse_parts(text: str) -> tuple[str, ...]:
 
 
 def make_effort(arguments: argparse.Namespace) -> Effort:
-    """Returns the effort that the options of `farcall bench` ask for.
+    """Returns the effort that the options of `farcall bench` ask for: what to measure, and how much of it.
 
     Args:
-        arguments: The parsed options: quick, rounds, measure, sizes, in_flight and start. None leaves a default.
+        arguments: The parsed options. `quick` chooses `QUICK` instead of a full run. `rounds`, `measure` (the parts),
+            `sizes`, `in_flight` and `start` (the numbers of workers) replace one value each; None leaves it.
 
     Raises:
         UsageError: An option has an invalid value; the message names the option.

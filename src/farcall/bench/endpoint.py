@@ -34,24 +34,32 @@ from farcall.bench.system import (
 )
 
 Command = Callable[..., object]
-"""Carries out a command of the benchmark, with its options as keyword arguments, and returns the answer."""
+"""Carries out a command of the benchmark, with its options as keyword arguments, and returns the answer. It may raise;
+the process then reports the failure and ends.
+"""
 
 MIXED_SIZES: Final = {"64 B": 64, "4 KiB": 1 << 12, "1 MiB": 1 << 20}
-"""The arrays among the kinds of calls that `mixed` knows, in bytes."""
+"""The kinds of calls of `mixed` that send an array to the server and back, with the size of the array in bytes."""
 MIXED_KINDS: Final = ("no-op", *MIXED_SIZES, "remote + to_here", "proxy call", "shared reference")
-"""The kinds of calls that `mixed` knows."""
+"""All kinds of calls that `mixed` knows."""
 
 
 def start(role: dict[str, Any]) -> dict[str, Command]:
-    """Starts the role that a dictionary describes, and returns the commands that it understands, by name.
+    """Makes this process what `role` says, and returns the commands that it then understands, by name.
 
     Args:
-        role: The key `kind` says what this process is: "server", "caller", "third", "member", "starter", "joiner",
-            "busy", "busy program" or "module". The other keys are the arguments of that kind, such as `system` and
-            `address`.
+        role: The key `kind` says what this process is. "caller" makes calls, "server" runs them, and references are
+            shared with "third". "member" is one worker of a group, "starter" starts workers, and "joiner" joins a
+            group. "busy" is one of several workers that call each other, and "busy program" only computes. "module" is
+            what the module `role["module"]` defines. Any other kind is taken for "caller". The other keys are the
+            arguments of the kind, such as `system` and `address`.
+
+    Returns:
+        The commands. One of them is "stop", which ends the role. For the kind "module", its module decides.
 
     Raises:
-        Exception: What the system raises if it cannot be started.
+        KeyError: A key of the role is missing.
+        Exception: What the measured library raises if it cannot be started.
     """
     if role["kind"] == "busy":
         worker = BusyWorker(role["rank"], role["port"], role["spins"])
@@ -82,9 +90,10 @@ def start(role: dict[str, Any]) -> dict[str, Command]:
 
 
 def caller_commands(caller: Caller) -> dict[str, Command]:
-    """Returns the commands that a caller understands, by name.
+    """Returns the commands that a caller, the process that makes the calls, understands, by name.
 
-    Every caller has `noops`, `pipelined` and `stop`. The others depend on the protocols that it implements.
+    Every caller has `noops`, `pipelined` and `stop`. The others depend on which protocols of `bench.system` it
+    implements: `EchoCaller` adds `echoes` and `in_flight`, for example.
     """
     commands: dict[str, Command] = {
         "noops": functools.partial(timing.time_each, caller.noop),
@@ -116,20 +125,23 @@ def caller_commands(caller: Caller) -> dict[str, Command]:
 
 
 def echoes(caller: EchoCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
-    """Times sending `size` bytes to the server and back.
+    """Times calls that send `size` bytes to the server and get the same bytes back.
+
+    One call is made first, to check what comes back.
 
     Args:
         caller: Makes the calls.
-        size: The size of the payload; may be 0.
-        calls: How many calls to time at most.
-        warmup: How many calls to make before at most.
-        seconds: The time limit.
+        size: The size of the payload in bytes; may be 0.
+        calls: The largest number of timed calls, at least 1.
+        warmup: The largest number of further untimed calls before the timed ones; 0 for none.
+        seconds: After how many seconds to end. Three calls are timed in any case, unless `calls` is smaller.
 
     Returns:
         The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
 
     Raises:
-        RuntimeError: Something else comes back.
+        RuntimeError: The first call returns a payload of another type or size, or with other bytes at its end.
+        Exception: What the measured library raises if a call fails.
     """
     payload = caller.payload(size)
     start = time.perf_counter()
@@ -146,20 +158,23 @@ def echoes(caller: EchoCaller, size: int, calls: int, warmup: int, seconds: floa
 
 
 def exchanges(caller: ExchangingCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
-    """Times sending `size` bytes to the server and getting as many other bytes back.
+    """Times calls that send a payload of `size` bytes to the server and get a different payload of that size back.
+
+    One call is made first, to check what comes back.
 
     Args:
         caller: Makes the calls.
-        size: The size of the payload; may be 0.
-        calls: How many calls to time at most.
-        warmup: How many calls to make before at most.
-        seconds: The time limit.
+        size: The size of both payloads in bytes; may be 0.
+        calls: The largest number of timed calls, at least 1.
+        warmup: The largest number of further untimed calls before the timed ones; 0 for none.
+        seconds: After how many seconds to end. Three calls are timed in any case, unless `calls` is smaller.
 
     Returns:
         The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
 
     Raises:
-        RuntimeError: Not as many bytes come back.
+        RuntimeError: The first call returns a payload of another size or type.
+        Exception: What the measured library raises if a call fails.
     """
     payload = caller.payload(size)
     back = caller.exchange(payload)
@@ -170,22 +185,31 @@ def exchanges(caller: ExchangingCaller, size: int, calls: int, warmup: int, seco
 
 
 class MixedCaller(ReferenceCaller, EchoCaller, Protocol):
-    """A caller that can make the calls of all `MIXED_KINDS`."""
+    """A caller that can make the calls of all `MIXED_KINDS`: no-ops, echoes of payloads, and uses of references.
+
+    A type for annotations: an object with the methods of `ReferenceCaller` and `EchoCaller` is one.
+    """
 
 
 def mixed(caller: MixedCaller, kinds: Iterable[str], calls: int, warmup: int, seed: int) -> dict[str, dict[str, float]]:
-    """Times calls of several kinds in random order. Needs a third end.
+    """Times calls of several kinds in random order.
+
+    The kind "shared reference" needs a third process besides the server.
 
     Args:
         caller: Makes the calls.
-        kinds: Which kinds, of `MIXED_KINDS`; others raise `KeyError`.
-        calls: How many calls of each kind to time.
-        warmup: How many calls of each kind to make before.
-        seed: Determines the order.
+        kinds: The kinds of calls, each one of `MIXED_KINDS`; none gives an empty result.
+        calls: How many calls of each kind to time, at least 1.
+        warmup: How many untimed calls of each kind to make first; 0 for none.
+        seed: The seed of the random order: the same seed gives the same order.
 
     Returns:
         For each kind, the median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and
         `mean_us`.
+
+    Raises:
+        KeyError: There is no such kind.
+        Exception: What the measured library raises if a call fails.
     """
     known: dict[str, Callable[[], object]] = {
         "no-op": caller.noop,
@@ -203,8 +227,12 @@ def in_flight(caller: EchoCaller, window: int, calls: int, seconds: float) -> fl
     Args:
         caller: Makes the calls.
         window: How many calls are in flight, at least 1.
-        calls: The largest number of calls.
+        calls: The largest number of calls, at least 1.
         seconds: About how long to measure.
+
+    Raises:
+        NotImplementedError: The system cannot have several calls in flight.
+        Exception: What the measured library raises if a call fails.
     """
     return timing.rate(functools.partial(caller.in_flight, window=window), calls, seconds)
 
@@ -212,17 +240,19 @@ def in_flight(caller: EchoCaller, window: int, calls: int, seconds: float) -> fl
 def streaming(caller: StreamingCaller, size: int, seconds: float) -> dict[str, float]:
     """Times no-op calls for `seconds`, while another thread sends payloads of `size` bytes all the time.
 
-    Returns the median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`. Raises
-    what the system raises if a call fails.
+    Goes on longer if the other thread has not sent three payloads by then. Returns the median, the 99th percentile and
+    the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`. Raises what the measured library raises if a call
+    fails.
     """
     payload = caller.payload(size)
     return timing.time_beside(caller.noop, functools.partial(caller.send, payload), seconds)
 
 
 def attempt(act: Command, *args: object, **options: object) -> tuple[str, Any]:
-    """Calls `act`, and returns ("done", its result), or ("failed", traceback) if it raised an `Exception`.
+    """Calls `act(*args, **options)`, and returns ("done", its result).
 
-    Other exceptions, such as `KeyboardInterrupt`, are raised.
+    If it raised an `Exception`, returns ("failed", traceback), with the traceback as text. Other exceptions, such as
+    `KeyboardInterrupt`, are raised.
     """
     try:
         return "done", act(*args, **options)
@@ -233,8 +263,18 @@ def attempt(act: Command, *args: object, **options: object) -> tuple[str, Any]:
 def run(control: Connection) -> int:
     """Carries out one role: reads it from the pipe, then answers commands until "stop" or the first failure.
 
-    Returns the exit status: 0 after "stop", 1 after a failure. Raises `EOFError` or `ConnectionError` if the benchmark
-    is gone.
+    The role and every command are answered with ("done", result) or ("failed", traceback).
+
+    Args:
+        control: This process's end of the pipe to the benchmark.
+
+    Returns:
+        The exit status: 0 after "stop", 1 after a failure.
+
+    Raises:
+        EOFError: The benchmark is gone.
+        ConnectionError: The benchmark is gone.
+        KeyError: The role does not know a command. That command is not answered.
     """
     try:
         role = control.recv()
@@ -254,7 +294,8 @@ def run(control: Connection) -> int:
 def main(descriptor: int) -> None:
     """Carries out the role that comes over the pipe with this descriptor, then ends the process.
 
-    The exit status is that of `run`, or 1 if the benchmark is gone; then also what the system has started is killed.
+    Never returns. The exit status is 0 after the command "stop", and 1 after a failure. It is also 1 if the benchmark
+    is gone; then the processes that this one has started are killed.
     """
     with Connection(descriptor) as pipe:
         try:

@@ -29,7 +29,11 @@ BUSY_WORKERS: Final = 8
 
 
 def import_farcall() -> Any:
-    """Imports and returns the real package, in place of the stand-in of `bootstrap`."""
+    """Imports and returns the real package `farcall`.
+
+    In a process of the benchmark, an empty module stands in for the package; that module is replaced. If the real
+    package is imported already, it is returned as it is.
+    """
     if not hasattr(sys.modules.get("farcall"), "init_rpc"):
         sys.modules.pop("farcall", None)
     return importlib.import_module("farcall")
@@ -49,10 +53,14 @@ def take(payload: Any) -> None:
 
 
 _others: Final[dict[int, Any]] = {}
+"""The payload that `exchange` returns in this process, by its size; at most one."""
 
 
 def exchange(payload: Any) -> Any:
-    """Called remotely: returns another payload of the same size, which this process keeps."""
+    """Called remotely: returns another payload of the same size as `payload`.
+
+    It is created in the first call with that size, and returned again while calls have the same size.
+    """
     if len(payload) not in _others:
         _others.clear()
         _others[len(payload)] = payloads.array(len(payload))
@@ -60,7 +68,20 @@ def exchange(payload: Any) -> Any:
 
 
 class FarcallEnd(ReferenceUses, FutureCalls):
-    """One worker of a group of farcall that is measured: the server, the caller, the third end or a member."""
+    """One worker of a group of farcall that is measured: the server, the caller, the third end or a member.
+
+    The server is worker 0, the caller 1 and the third end, with which references are shared, 2. A member is one of many
+    workers whose start is measured.
+
+    Args:
+        name: The name of this worker.
+        rank: Its rank.
+        address: Where the workers find each other, and how many there are.
+        transport: The only transport to use; None lets farcall choose.
+        native: False if the C extension must be turned off.
+        many: True for a group of many workers, which gets longer timeouts.
+        encrypts: Whether connections between hosts are encrypted.
+    """
 
     def __init__(
         self,
@@ -76,15 +97,16 @@ class FarcallEnd(ReferenceUses, FutureCalls):
 
         Args:
             name: The name of this worker.
-            rank: Its rank.
+            rank: Its rank, from 0 to the number of workers minus one.
             address: Where the workers find each other, and how many there are.
-            transport: The only transport to use; None lets farcall choose.
-            native: False if the C extension must be turned off.
-            many: True for a group of many workers, which gets longer timeouts.
-            encrypts: False to encrypt nothing between hosts.
+            transport: The only transport to use, such as "tcp"; None lets farcall choose.
+            native: False if the C extension must be turned off, by FARCALL_NATIVE=0 in the environment.
+            many: True for a group of many workers, which gets timeouts of `GROUP_LIMIT_S` seconds.
+            encrypts: Whether connections between hosts are encrypted.
 
         Raises:
             RuntimeError: `native` is False, and the C extension is in use all the same.
+            UsageError: `rank` or `transport` is not valid.
             RendezvousError: The other workers do not come within the timeout, or the group cannot be joined.
         """
         rpc = import_farcall()
@@ -122,7 +144,7 @@ class FarcallEnd(ReferenceUses, FutureCalls):
         return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
 
     def exchange(self, payload: Any) -> Any:
-        """Sends the payload to the server, and returns another payload of the same size, which the server keeps.
+        """Sends the payload to the server, and returns what the server sends back: another payload of the same size.
 
         Raises the `RpcError` of a call that fails.
         """
@@ -136,34 +158,49 @@ class FarcallEnd(ReferenceUses, FutureCalls):
         self._rpc.rpc_sync(OWNER, take, args=(payload,))
 
     def start(self) -> Any:
-        """Starts a no-op call to the server, and returns its future."""
+        """Starts a no-op call to the server, and returns its future. Raises `RpcError` if it cannot be sent."""
         return self._rpc.rpc_async(OWNER, noop)
 
     def finish(self, future: Any) -> None:
-        """Waits for the reply of a call. Raises the error of a call that failed."""
+        """Waits for the reply to a call. Raises the error of a call that failed; `RpcTimeoutError` if no reply came."""
         future.wait()
 
     def pipelined(self, calls: int) -> None:
-        """Starts `calls` no-op calls without waiting in between, then waits for all of them. 0 does nothing."""
+        """Starts `calls` no-op calls without waiting in between, then waits for all of them. 0 does nothing.
+
+        Raises the `RpcError` of a call that fails.
+        """
         rpc_async = self._rpc.rpc_async
         self._rpc.wait_all([rpc_async(OWNER, noop) for _ in range(calls)])
 
     def call_all(self) -> None:
-        """Calls a no-op on each of the other workers at the same time, and waits for all replies."""
+        """Calls a no-op on each of the other workers at the same time, and waits for all replies.
+
+        Raises the `RpcError` of a call that fails.
+        """
         rpc_async = self._rpc.rpc_async
         self._rpc.wait_all([rpc_async(other, noop) for other in self._others])
 
     def close(self) -> None:
-        """Drops the reference that is held, and leaves the group in bounded time.
+        """Drops the reference that `proxy_call` holds, if any, and leaves the group when all workers do.
 
-        Raises `ShutdownError` if that fails.
+        Waits at most `LEAVE_LIMIT_S` seconds, or `GROUP_LIMIT_S` in a group of many workers. Raises `ShutdownError` if
+        the other workers do not leave by then. This worker has left all the same.
         """
         self.drop()
         self._rpc.shutdown(timeout=self._leave_limit)
 
 
 class Farcall(System):
-    """farcall between processes of one host, as a system to measure."""
+    """farcall between processes of one host, as a system to measure: one row of the tables.
+
+    `Farcall()` lets farcall choose the transport; its name is "farcall". `Farcall("tcp")` is "farcall-tcp".
+
+    Args:
+        kind: The only transport to use, for example "tcp"; None lets farcall choose. Not checked before a worker
+            starts.
+        native: False turns the C extension off, and adds "-python" to the name.
+    """
 
     package = "farcall"
     refers = True
@@ -173,10 +210,11 @@ class Farcall(System):
     usage = "`rpc_sync`, `rpc_async`, `remote`; numpy arrays"
 
     def __init__(self, kind: str | None = None, native: bool = True) -> None:
-        """Chooses the transport.
+        """Chooses the transport, and sets the name and the label of the system. Starts nothing.
 
         Args:
-            kind: The only transport to use, for example "tcp"; None lets farcall choose.
+            kind: The only transport to use, for example "tcp"; None lets farcall choose. Not checked before a worker
+                starts.
             native: False turns the C extension off.
         """
         self._kind = kind
@@ -191,33 +229,35 @@ class Farcall(System):
     def serve(self, address: Address) -> Server:
         """Starts the server in this process as worker 0, and returns it when the group is complete.
 
-        Raises `RendezvousError` if the others do not come in time.
+        Raises `RendezvousError` if the others do not come within `START_LIMIT_S` seconds.
         """
         return FarcallEnd(OWNER, 0, address, self._kind, self._native)
 
     def connect(self, address: Address) -> ReferenceCaller:
         """Starts the caller in this process as worker 1, and returns it when the group is complete.
 
-        Raises `RendezvousError` if the others do not come in time.
+        Raises `RendezvousError` if the others do not come within `START_LIMIT_S` seconds.
         """
         return FarcallEnd(CALLER, 1, address, self._kind, self._native)
 
     def join(self, address: Address) -> Server:
-        """Starts the third end in this process as worker 2, and returns it when the group is complete.
+        """Starts the third end, with which references are shared, in this process as worker 2.
 
-        Raises `RendezvousError` if the others do not come in time.
+        Returns it when the group is complete. Raises `RendezvousError` if the others do not come within `START_LIMIT_S`
+        seconds.
         """
         return FarcallEnd(THIRD, 2, address, self._kind, self._native)
 
     def member(self, rank: int, address: Address) -> Workers:
         """Joins a group of `address.ends` workers as worker `rank`, and returns this worker when the group is complete.
 
-        Raises `RendezvousError` if the others do not come in time.
+        Raises `RendezvousError` if the others do not come within `GROUP_LIMIT_S` seconds, and `UsageError` if `rank` is
+        not valid.
         """
         return FarcallEnd(f"worker{rank}", rank, address, self._kind, self._native, many=True)
 
     def load(self) -> None:
-        """Imports farcall. Raises `ImportError` if it is not installed."""
+        """Imports farcall, in place of the empty module that stands in for it. Raises `ImportError` if that fails."""
         import_farcall()
 
 
@@ -226,18 +266,25 @@ OWN: Final = Farcall()
 
 
 class BusyWorker:
-    """One of `BUSY_WORKERS` workers that call each other all the time."""
+    """One of `BUSY_WORKERS` workers that call each other all the time, to measure calls on a busy host.
+
+    Args:
+        rank: The rank of this worker, from 0 to `BUSY_WORKERS` minus one.
+        port: The port of the rendezvous on loopback.
+        spins: Whether threads poll for a moment before they sleep while they wait for replies.
+    """
 
     def __init__(self, rank: int, port: int, spins: bool) -> None:
-        """Joins the group, and connects to all others.
+        """Joins the group, and connects to all others. Returns when that is done.
 
         Args:
-            rank: The rank of this worker.
+            rank: The rank of this worker, from 0 to `BUSY_WORKERS` minus one.
             port: The port of the rendezvous on loopback.
-            spins: False turns off spinning while waiting for replies.
+            spins: Whether threads poll for a moment before they sleep while they wait for replies.
 
         Raises:
-            RendezvousError: The others do not come in time.
+            RendezvousError: The others do not come within `START_LIMIT_S` seconds.
+            UsageError: `rank` is not valid.
         """
         rpc = self._rpc = import_farcall()
         where = f"tcp://127.0.0.1:{port}"
@@ -252,7 +299,7 @@ class BusyWorker:
             rpc.rpc_sync(other, noop)  # makes the connection now rather than while calls are counted
 
     def call_all(self, seconds: float) -> int:
-        """Calls the other workers in turn for `seconds`, and returns the number of calls.
+        """Calls the other workers in turn for `seconds`, and returns the number of calls. 0 calls none.
 
         Raises the `RpcError` of a call that fails.
         """
@@ -266,8 +313,9 @@ class BusyWorker:
         return calls
 
     def close(self) -> None:
-        """Leaves the group, within `LEAVE_LIMIT_S` seconds.
+        """Leaves the group when all workers do.
 
-        Raises `ShutdownError` if other workers are not done by then.
+        Raises `ShutdownError` if other workers are not done within `LEAVE_LIMIT_S` seconds. This worker has left all
+        the same.
         """
         self._rpc.shutdown(timeout=LEAVE_LIMIT_S)

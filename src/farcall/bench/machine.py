@@ -20,10 +20,11 @@ more than ten times as long.
 
 
 def disturbed(others_percent: Iterable[float]) -> int:
-    """Returns how many turns other programs disturbed, by using more than `DISTURBANCE_PERCENT` of a core.
+    """Returns in how many turns other programs used more than `DISTURBANCE_PERCENT` of a core.
 
     Args:
-        others_percent: For each turn (one measurement of one system), the percentage of a core that they used.
+        others_percent: For each turn (one measurement of one system), the percentage of a core that other programs
+            used. Empty gives 0.
     """
     return sum(percent > DISTURBANCE_PERCENT for percent in others_percent)
 
@@ -32,12 +33,15 @@ def describe(packages: Iterable[str], others_percent: list[float]) -> dict[str, 
     """Returns what a reader of the results needs to know: processor, kernel, versions, disturbed turns and date.
 
     Args:
-        packages: The packages whose versions are listed. Those that are not installed are left out.
+        packages: The packages whose versions are listed; may be empty. Those that are not installed are left out.
         others_percent: For each turn (one measurement of one system), the percentage of a core that other programs
-            used.
+            used; may be empty.
 
     Returns:
         Texts by their titles, such as "kernel".
+
+    Raises:
+        OSError: There is no /proc: the system is not Linux.
     """
     versions = {name: version(name) for name in packages}
     return {
@@ -53,7 +57,7 @@ def describe(packages: Iterable[str], others_percent: list[float]) -> dict[str, 
 
 
 def version(package: str) -> str | None:
-    """Returns the installed version of a package; None if it is not installed."""
+    """Returns the installed version of a package, by its name for `pip`; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -61,7 +65,10 @@ def version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """Returns the model name of the processor, or the architecture if the kernel does not say."""
+    """Returns the model name of the processor, or the architecture, such as `aarch64`, if /proc/cpuinfo has none.
+
+    Raises `OSError` if there is no /proc.
+    """
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -69,7 +76,10 @@ def _processor() -> str:
 
 
 def available_memory() -> int:
-    """Returns how many bytes programs could still use without swapping."""
+    """Returns how many bytes programs could still use without swapping.
+
+    If the kernel does not say, returns the free memory, which is less. Raises `OSError` if there is no /proc.
+    """
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -77,7 +87,7 @@ def available_memory() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the processor time, user and system, that a process has used so far in all its threads.
+    """Returns the processor time in seconds, user and system, that a process has used so far in all its threads.
 
     Raises `FileNotFoundError` if the process does not exist.
     """
@@ -87,9 +97,11 @@ def cpu_seconds(pid: int) -> float:
 
 
 def others_cpu_seconds() -> float:
-    """Returns the processor time that all programs have used so far, except the benchmark and its ended children.
+    """Returns the processor time in seconds that all programs but the benchmark have used since the machine started.
 
-    Includes time that a hypervisor gave to other virtual machines. Differences are accurate to about 10 ms per core.
+    The children of this process count as the benchmark once they have ended and were waited for. Includes time that a
+    hypervisor gave to other virtual machines. Only the difference of two values is of use, accurate to about 10 ms per
+    core. Raises `OSError` if there is no /proc.
     """
     ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = ticks

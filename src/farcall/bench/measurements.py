@@ -20,24 +20,28 @@ from farcall.bench.system import System
 from farcall.bench.tables import in_bytes
 
 MEMORY_FACTOR: Final = 10
-"""How many times the payload size an echo may need in memory.
+"""How many times the payload size a call that sends a payload and gets one back may need in memory.
 
 There are two processes, each with what it sends, what it gets, and copies of both.
 """
 
 
 class MeasuredEnd(Protocol):
-    """A process that makes the calls of a system, and answers commands with measurements."""
+    """A process that makes the calls of a system that is measured, and answers commands with measurements.
+
+    A type for annotations: any object with the method `ask` is one.
+    """
 
     def ask(self, command: str, **options: object) -> Any:
-        """Sends a command with its options, and returns the answer, whose type depends on the command.
+        """Sends a command, such as "echoes", with its options, waits, and returns the answer.
 
-        Raises `EndpointFailed` if the command fails or is not answered in time.
+        The type of the answer depends on the command. Raises `EndpointFailed` if the command fails or is not answered
+        in time.
         """
 
 
 Opener = Callable[[System, str], AbstractContextManager[MeasuredEnd]]
-"""Starts the processes of a system for a part of the run, and yields the one to ask; see `open_ends`."""
+"""Starts the processes of a system for a part of the run, and yields the one to ask. `open_ends` is the usual one."""
 
 
 @contextmanager
@@ -45,8 +49,9 @@ def open_ends(system: System, part: str) -> Iterator[MeasuredEnd]:
     """Context manager: starts the processes of a system, yields the one to ask, and ends them all.
 
     Args:
-        system: The system.
-        part: The part of the run; "shared" also starts a third end.
+        system: What is measured: farcall or another library.
+        part: The part of the run. "startup" starts a process that starts workers; "shared" a server, a caller and a
+            third process, with which references are shared; any other text a server and a caller.
 
     Raises:
         EndpointFailed: A process could not be started, or did not end in order.
@@ -61,7 +66,16 @@ def open_ends(system: System, part: str) -> Iterator[MeasuredEnd]:
 
 
 class Measurer:
-    """Measures the parts of systems, and records values or reasons in `Findings`."""
+    """Measures systems, and records the values, or why they are missing, in `Findings`.
+
+    Each call of `turn` measures one part of the run, such as "payload", for one system.
+
+    Args:
+        effort: How much to measure.
+        findings: Where results are recorded.
+        opener: Starts the processes; tests replace it.
+        memory: Returns the available bytes of memory; tests replace it.
+    """
 
     def __init__(
         self,
@@ -70,13 +84,13 @@ class Measurer:
         opener: Opener = open_ends,
         memory: Callable[[], int] = available_memory,
     ) -> None:
-        """Stores the arguments; nothing is started until `turn`.
+        """Stores the arguments. Nothing is started until `turn`.
 
         Args:
             effort: How much to measure.
             findings: Where results are recorded.
-            opener: Starts the processes; tests replace it.
-            memory: Returns the available bytes; tests replace it.
+            opener: Starts the processes of a system, and yields the one to ask; tests replace it.
+            memory: Returns the available bytes of memory; tests replace it.
         """
         self._effort = effort
         self._findings = findings
@@ -84,13 +98,14 @@ class Measurer:
         self._memory = memory
 
     def turn(self, part: str, system: System) -> None:
-        """Measures one part of a system, and records values or reasons. Does nothing for a system that was left out.
+        """Measures one part of a system, and records values, or reasons why they are missing.
 
-        Failures of the system are recorded, not raised.
+        Raises nothing if the system fails. Does nothing for a system that is not in the `systems` of the findings, for
+        example because it was left out.
 
         Args:
-            part: One of `effort.PARTS`. Any other does nothing.
-            system: The system.
+            part: One of `effort.PARTS`, such as "payload". Any other text does nothing.
+            system: What is measured: farcall or another library.
         """
         if system not in self._findings.systems:
             return
@@ -139,12 +154,16 @@ class Measurer:
     ) -> None:
         """Measures the wanted points, and records why points are missing.
 
+        A point is a payload size, or a number of calls, threads or workers. A point that has failed before is not
+        measured again. After a failure the points that follow are not tried. A system that cannot be started, and has
+        no values, is left out of the run.
+
         Args:
-            part: The part of the run, for `open_ends`.
-            system: The system.
-            measures: The measures that each point gives; all get the same reason if it fails.
-            wanted: The points.
-            measure: Measures and records one point.
+            part: The part of the run, which says which processes to start.
+            system: What is measured: farcall or another library.
+            measures: The kinds of results that each point gives; all get the same reason if it fails.
+            wanted: The points; may be empty.
+            measure: Measures and records one point. Raises `EndpointFailed` if it cannot.
             needs: What the system must be able to do, as a key of `System.cannot`; empty if nothing in particular.
         """
         if reason := system.cannot.get(needs) or system.why_not_tried(needs):
@@ -174,9 +193,9 @@ class Measurer:
                     self._findings.explain(measures, system, point, f"not tried: it failed at {where}")
 
     def _fits_in_memory(self, system: System, size: int, *measures: Measure) -> bool:
-        """Returns True if there is enough memory to measure a payload of `size` bytes, else records why not.
+        """Returns whether there is enough memory to measure a payload of `size` bytes; if not, records why not.
 
-        The reason is recorded for `measures`; for those of the part "payload" if none are given.
+        The reason is recorded for the kinds of results `measures`; for latency and bandwidth if none are given.
         """
         if size * MEMORY_FACTOR <= self._memory():
             return True
@@ -186,7 +205,10 @@ class Measurer:
         return False
 
     def _echoes(self, asked: MeasuredEnd, system: System, size: int) -> None:
-        """Measures and records latency and bandwidth for a payload of `size` bytes."""
+        """Measures and records latency and bandwidth for a payload of `size` bytes.
+
+        `asked` is the process that makes the calls. Raises `EndpointFailed` if it fails.
+        """
         effort = self._effort
         times = asked.ask("echoes", size=size, calls=effort.echoes, warmup=effort.warmup, seconds=effort.seconds)
         seconds = times["p50_us"] / 1e6
@@ -196,37 +218,60 @@ class Measurer:
             self._findings.record(found.BANDWIDTH, system, size, 2 * size / seconds)
 
     def _exchanges(self, asked: MeasuredEnd, system: System, size: int) -> None:
-        """Measures and records the bandwidth when another array of `size` bytes comes back."""
+        """Measures and records the bandwidth of calls that send one array of `size` bytes and get another one back.
+
+        `asked` is the process that makes the calls. Raises `EndpointFailed` if it fails.
+        """
         effort = self._effort
         times = asked.ask("exchanges", size=size, calls=effort.echoes, warmup=effort.warmup, seconds=effort.seconds)
         self._findings.record(found.EXCHANGED, system, size, 2 * size / times["p50_us"] * 1e6)
 
     def _in_flight(self, asked: MeasuredEnd, system: System, window: int) -> None:
-        """Measures and records the rate of no-op calls with `window` of them in flight."""
+        """Measures and records the rate of no-op calls with `window` of them in flight.
+
+        `asked` is the process that makes the calls. Raises `EndpointFailed` if it fails.
+        """
         rate = asked.ask("in_flight", window=window, calls=self._effort.calls, seconds=self._effort.seconds)
         self._findings.record(found.IN_FLIGHT, system, window, rate)
 
     def _threads(self, asked: MeasuredEnd, system: System, threads: int) -> None:
-        """Measures and records the rate of no-op calls of `threads` threads together."""
+        """Measures and records the rate of no-op calls of `threads` threads together.
+
+        `asked` is the process that makes the calls. Raises `EndpointFailed` if it fails.
+        """
         measured = asked.ask("threads", threads=threads, seconds=self._effort.seconds)
         self._findings.record(found.THREADS, system, threads, measured["calls_per_s"])
 
     def _streaming(self, asked: MeasuredEnd, system: System, size: int) -> None:
-        """Measures and records the latency of no-op calls while arrays of `size` bytes are sent."""
+        """Measures and records the 99th percentile of the times of no-op calls while arrays of `size` bytes are sent.
+
+        `asked` is the process that makes the calls. Raises `EndpointFailed` if it fails.
+        """
         times = asked.ask("streaming", size=size, seconds=self._effort.seconds)
         self._findings.record(found.STREAMING, system, size, times["p99_us"] / 1e6)
 
     def _fetched(self, asked: MeasuredEnd, system: System, point: int) -> None:
-        """Measures and records how many references per second are created and fetched, one by one."""
+        """Measures how many references per second are created and fetched, one by one, and records that under `point`.
+
+        `point` is always 1, because there is only one measurement. `asked` is the process that makes the calls. Raises
+        `EndpointFailed` if it fails.
+        """
         effort = self._effort
         times = asked.ask("remotes", calls=effort.references, warmup=effort.warmup, seconds=effort.seconds)
         self._findings.record(found.FETCHED, system, point, 1e6 / times["p50_us"])
 
     def _shared(self, asked: MeasuredEnd, system: System, point: int) -> None:
-        """Measures and records how many references per second are shared with the third end."""
+        """Measures how many references per second are shared with a third process, and records that under `point`.
+
+        `point` is always 1, because there is only one measurement. `asked` is the process that makes the calls. Raises
+        `EndpointFailed` if it fails.
+        """
         rate = asked.ask("share_rate", count=self._effort.references, seconds=self._effort.seconds)
         self._findings.record(found.SHARED, system, point, rate)
 
     def _startup(self, asked: MeasuredEnd, system: System, workers: int) -> None:
-        """Measures and records how long `workers` workers take to start."""
+        """Measures and records how many seconds `workers` workers take to start.
+
+        `asked` is the process that starts them. Raises `EndpointFailed` if it fails.
+        """
         self._findings.record(found.STARTUP, system, workers, asked.ask("start", workers=workers))

@@ -11,10 +11,11 @@ import os
 from typing import Any, Final
 
 _BLOCK_BYTES: Final = 1 << 16
+"""The size of the block of random bytes that is repeated in a payload."""
 
 
 def plain(size: int) -> bytes:
-    """Returns `size` random bytes, the same block repeated; empty for 0."""
+    """Returns `size` bytes: a block of random bytes, repeated; empty for 0. A negative size raises `ValueError`."""
     return (os.urandom(min(size, _BLOCK_BYTES)) * (size // _BLOCK_BYTES + 1))[:size]
 
 
@@ -28,5 +29,5 @@ def array(size: int) -> Any:
 
 
 def has_arrays() -> bool:
-    """Returns True if numpy is installed, so that `array` returns arrays."""
+    """Returns True if numpy is installed, so that `array` returns arrays; else False."""
     return importlib.util.find_spec("numpy") is not None

@@ -37,7 +37,7 @@ _SIZE: Final = (8.5, 5.0)
 
 
 def style_of(findings: Findings, system: System) -> tuple[str, str]:
-    """Returns the colour and the marker of a system, by its index in `findings.systems`.
+    """Returns the colour, as `#RRGGBB`, and the matplotlib marker of a system, by its position in `findings.systems`.
 
     After nine systems they repeat. Raises `ValueError` if the system is not among them.
     """
@@ -46,7 +46,7 @@ def style_of(findings: Findings, system: System) -> tuple[str, str]:
 
 
 def can_draw() -> bool:
-    """Returns True if matplotlib is installed."""
+    """Returns True if matplotlib is installed, so that `draw` works; else False."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -56,11 +56,12 @@ def curve(findings: Findings, measure: Measure, system: System, effort: Effort) 
     Args:
         findings: The results.
         measure: The kind of result, such as latency.
-        system: The system.
+        system: What was measured: farcall or another library.
         effort: Which points were measured: payload sizes, or numbers of calls, threads or workers.
 
     Returns:
-        Pairs of a point and its median, in the unit of the axis. An empty list if there are no values.
+        Pairs of a point and its median, in the unit of the axis: GB/s for bandwidth, otherwise the unit of the measure.
+        An empty list if there are no values.
     """
     medians = ((point, findings.median(measure, system, point)) for point in points(measure, effort))
     return [(point, value / _DIVISORS.get(measure, 1.0)) for point, value in medians if value is not None]
@@ -69,18 +70,19 @@ def curve(findings: Findings, measure: Measure, system: System, effort: Effort) 
 def positions(where: Sequence[int]) -> dict[int, float]:
     """Returns the position of each point on a logarithmic axis, by point; an empty dict for no points.
 
-    Such an axis has no 0. A point 0 is drawn at a sixteenth of the smallest other point, or at 1 if there is no other.
+    The position is the point itself as a float. Such an axis has no 0: a point 0 is drawn at a sixteenth of the
+    smallest other point, or at 1 if there is no other. Negative points are not checked.
     """
     least = min((point for point in where if point), default=16)
     return {point: float(point or least / 16) for point in where}
 
 
 def draw(findings: Findings, effort: Effort, directory: Path) -> list[Path]:
-    """Draws one picture for each measure that has values, and one for references, and writes them to files.
+    """Draws one picture for each kind of result that has values, and one for references, and writes them to files.
 
     Args:
         findings: The results.
-        effort: Which points were measured.
+        effort: Which points were measured: payload sizes, or numbers of calls, threads or workers.
         directory: Where the files are written. It must exist. Files of the same names are replaced.
 
     Returns:
@@ -107,7 +109,10 @@ def draw(findings: Findings, effort: Effort, directory: Path) -> list[Path]:
 
 
 def _draw_curves(findings: Findings, measure: Measure, effort: Effort) -> Any:
-    """Returns a matplotlib figure with one curve for each system that has values of `measure`; None if none has."""
+    """Returns a matplotlib figure with one curve for each system that has values of `measure`; None if none has.
+
+    `effort` says which points were measured. `measure` must be a key of `_LABELS`.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
@@ -172,7 +177,9 @@ def _draw_references(findings: Findings) -> Any:
 
 
 def _logarithmic(axes: Any, values: Sequence[float], tick: Callable[[float], str]) -> None:
-    """Makes the y axis logarithmic, from the power of ten below all values to the one above, so that it has two labels.
+    """Makes the y axis logarithmic, from the power of ten below all values to the power of ten above them.
+
+    So at least two powers of ten are on the axis, and have labels.
 
     Args:
         axes: The axes of matplotlib.
@@ -188,7 +195,7 @@ def _logarithmic(axes: Any, values: Sequence[float], tick: Callable[[float], str
 
 
 def _finish(axes: Any, title: str) -> None:
-    """Sets the title, the grid and the legend of a picture."""
+    """Sets the title, the grid and the legend of a picture, whose matplotlib axes are `axes`."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(True, which="major", color="#DDDDDD", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)

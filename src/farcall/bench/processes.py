@@ -30,12 +30,12 @@ from typing import Any, Final, NoReturn, Self
 from farcall.bench.system import START_LIMIT_S, Address, System
 
 ANSWER_LIMIT_S: Final = 120.0
-"""How many seconds one measurement may take."""
+"""How many seconds one measurement, from a command to its answer, may take."""
 STOP_LIMIT_S: Final = 15.0
 """How many seconds an orderly end may take before a process is killed."""
 _PROGRAM: Final = Path(__file__).with_name("bootstrap.py")
 MARK_VARIABLE: Final = "FARCALL_BENCH_MARK"
-"""The environment variable that holds the mark."""
+"""The environment variable that holds the mark: a text by which the processes of one measurement are found."""
 _KILL_LIMIT_S: Final = 5.0
 """How many seconds `kill_marked` goes on for."""
 _TRACKER_LIMIT_S: Final = 2.0
@@ -43,24 +43,48 @@ _TRACKER_LIMIT_S: Final = 2.0
 
 
 class EndpointFailed(Exception):
-    """A process of the benchmark failed, died or did not answer. `reason` says so in one line."""
+    """A process of the benchmark failed, died or did not answer.
+
+    Args:
+        message: What happened, with the output of the process.
+        reason: The same in one line, for the report; None takes the first line of the message.
+
+    Attributes:
+        reason: What happened, in one line.
+    """
 
     def __init__(self, message: str, reason: str | None = None) -> None:
-        """Creates the error. `reason` is one line for the report; None takes the first line of the message."""
+        """Creates the error.
+
+        Args:
+            message: What happened; may have several lines.
+            reason: The same in one line, for the report; None or an empty text takes the first line of the message.
+        """
         super().__init__(message)
         self.reason = reason or message.partition("\n")[0]
 
 
 class Endpoint:
-    """One process of a measurement, and the pipe over which it is given commands. Created by `Endpoints.start`."""
+    """One process of a measurement, and the pipe over which it is given commands. Created by `Endpoints.start`.
+
+    Args:
+        title: What the process is, for error messages.
+        role: What it is to do, with the key `kind` ("server", "caller" and so on) and the arguments of that kind.
+        log: The file for its output.
+        environment: Its environment variables.
+
+    Attributes:
+        title: What the process is, for error messages.
+    """
 
     def __init__(self, title: str, role: dict[str, Any], log: Path, environment: dict[str, str]) -> None:
         """Starts the process and sends it its role; does not wait for it to take up the role.
 
         Args:
             title: What the process is, for error messages.
-            role: What it is to do, with the key `kind` ("server", "caller" and so on) and more; see `endpoint.start`.
-            log: The file for its output.
+            role: What it is to do, with the key `kind` ("server", "caller" and so on) and the arguments of that kind. A
+                wrong role makes the first `receive` fail.
+            log: The file for its output, which is replaced.
             environment: Its environment variables.
 
         Raises:
@@ -85,13 +109,13 @@ class Endpoint:
 
     @property
     def pid(self) -> int:
-        """The id of the process."""
+        """The id of the process; also known after its end."""
         return self._process.pid
 
     def send(self, command: str, **options: object) -> None:
-        """Sends a command without waiting for the answer; `receive` returns that.
+        """Sends a command, with its options, without waiting for the answer; `receive` returns that.
 
-        Raises `EndpointFailed` if the process is gone.
+        A command that the process does not know ends it. Raises `EndpointFailed` if the process is gone.
         """
         try:
             self._control.send((command, options))
@@ -99,7 +123,9 @@ class Endpoint:
             raise self._failure("is gone") from None
 
     def receive(self, limit: float = ANSWER_LIMIT_S) -> Any:
-        """Returns the answer to the oldest unanswered command.
+        """Waits for the answer to the oldest unanswered command, and returns it.
+
+        The role counts as the first command. Its answer is None.
 
         Args:
             limit: How many seconds to wait; 0 does not wait.
@@ -119,22 +145,26 @@ class Endpoint:
         return result
 
     def ask(self, command: str, **options: object) -> Any:
-        """Sends a command and returns its answer.
+        """Sends a command, with its options, waits, and returns its answer.
 
-        Raises `EndpointFailed` if the command fails, the process has ended, or no answer comes within `ANSWER_LIMIT_S`.
+        Raises `EndpointFailed` if the command fails, the process has ended, or no answer comes within `ANSWER_LIMIT_S`
+        seconds.
         """
         self.send(command, **options)
         return self.receive()
 
     def wait(self, limit: float) -> None:
-        """Waits up to `limit` seconds for the process to end. Returns also if it still runs; raises nothing."""
+        """Waits up to `limit` seconds for the process to end; 0 does not wait.
+
+        Returns also if it still runs; raises nothing.
+        """
         try:
             self._process.wait(limit)
         except subprocess.TimeoutExpired:
             pass
 
     def kill(self) -> None:
-        """Kills the process if it still runs, and waits for its end."""
+        """Kills the process if it still runs, waits for its end, and closes the pipe. May be called again."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -144,8 +174,8 @@ class Endpoint:
         """Returns the error for this process, with the end of its output in the message.
 
         Args:
-            what: What went wrong, to follow the title of the process.
-            reason: The reason in one line; by default the title and `what`.
+            what: What went wrong, as the rest of a sentence that begins with the title of the process: "is gone".
+            reason: What went wrong, in one line; None takes the title and `what`.
         """
         tail = self._log.read_text(errors="replace")[-2000:].strip()
         message = f"{self.title} (pid {self.pid}) {what}" + (f"\nits output:\n{tail}" if tail else "")
@@ -156,6 +186,11 @@ class Endpoints:
     """The processes of one measurement, and a directory for their sockets and output.
 
     A context manager: at the end of its block all its processes have ended, and the directory is removed.
+
+    Example:
+        with Endpoints() as endpoints:
+            server = endpoints.start("the server", kind="server", system=system, address=endpoints.address(2))
+            endpoints.wait_until_up(server)
     """
 
     def __init__(self) -> None:
@@ -175,9 +210,11 @@ class Endpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends all processes: in order if the block ended without an error, else by force.
+        """Ends all processes, and removes the directory.
 
-        Raises `EndpointFailed` if a process fails while it ends in order.
+        If the block ended with an error, the processes are killed. Otherwise each gets the command "stop", and those
+        that still run after `STOP_LIMIT_S` seconds are killed. Raises `EndpointFailed` if a process does not carry out
+        "stop", or does not answer it in time. Also then, all processes have ended.
         """
         try:
             if error is None:
@@ -190,9 +227,10 @@ class Endpoints:
             self._directory.cleanup()
 
     def _stop(self) -> None:
-        """Asks all processes to end, and waits up to `STOP_LIMIT_S` seconds.
+        """Sends the command "stop" to all processes, and waits up to `STOP_LIMIT_S` seconds until they have ended.
 
-        Raises `EndpointFailed` if a process fails while it ends, or does not answer.
+        Raises `EndpointFailed` if a process does not carry out the command, or does not answer it in time. If a process
+        has answered but still runs in the end, nothing is raised.
         """
         deadline = time.monotonic() + STOP_LIMIT_S
         self.send_stop()
@@ -204,24 +242,28 @@ class Endpoints:
     def send_stop(self) -> None:
         """Sends the command "stop" to all processes, without waiting for their end. Does nothing the second time.
 
-        All are told before any is waited for, because the members of a group leave together. Raises `EndpointFailed` if
-        a process is gone.
+        All are told before any is waited for, because the members of a group leave together. Without processes it sends
+        nothing. Raises `EndpointFailed` if a process is gone; the processes after it are not told then.
         """
         for endpoint in () if self._told else self._all:
             endpoint.send("stop")
         self._told = True
 
     def address(self, ends: int) -> Address:
-        """Returns a new address for `ends` processes: a free port, and a path for a socket that does not exist."""
+        """Returns a new address for `ends` processes: a free port, and a path for a socket where no file exists yet."""
         self._places += 1
         return Address(free_port(), str(Path(self._directory.name, f"{self._places}.sock")), ends)
 
     def start(self, title: str, **role: object) -> Endpoint:
-        """Starts a process with a role. The process is up once `wait_until_up` has returned.
+        """Starts a process with a role, and returns it. It has taken up the role once `wait_until_up` has returned.
 
         Args:
             title: What the process is, for error messages.
-            **role: Its role; see `endpoint.start`. A `system` in it adds its own environment variables.
+            **role: Its role: the key `kind` ("server", "caller" and so on) and the arguments of that kind. A `system`
+                in it adds its own environment variables. A wrong role makes `wait_until_up` fail.
+
+        Raises:
+            OSError: The process cannot be started.
         """
         system = role.get("system")
         environment = {
@@ -236,29 +278,39 @@ class Endpoints:
         return endpoint
 
     def wait_until_up(self, *endpoints: Endpoint, limit: float = START_LIMIT_S) -> None:
-        """Waits up to `limit` seconds for each process to take up its role. Raises `EndpointFailed` if one fails."""
+        """Waits up to `limit` seconds for each process to take up its role; for no processes, not at all.
+
+        Must be called once for each process, before it is asked. Raises `EndpointFailed` if one fails or is not up in
+        time.
+        """
         for endpoint in endpoints:
             endpoint.receive(limit)
 
 
 def local_import_path() -> list[str]:
-    """Returns the directories that this program imports from and that are not part of a Python environment.
+    """Returns the directories of `sys.path` that exist and are not part of a Python environment; maybe none.
 
-    The processes of a measurement, and those that a system starts, get them as PYTHONPATH, to find the system's
-    adapter.
+    The processes of a measurement get these directories as PYTHONPATH. So they can import a system that is defined
+    outside the Python environment, for example in a repository.
     """
     prefixes = (sys.prefix, sys.base_prefix)
     return [entry for entry in sys.path if os.path.isdir(entry) and not entry.startswith(prefixes)]
 
 
 def start_ends(endpoints: Endpoints, system: System, third: bool = False) -> tuple[Endpoint, ...]:
-    """Starts the processes of a system: its server, its caller and, if `third` is True, its third end.
+    """Starts the processes of a system: its server, its caller and, if `third` is True, a third one.
+
+    Args:
+        endpoints: The set of processes that the new ones are added to. It ends them at the end of its block.
+        system: What is measured: farcall or another library.
+        third: Whether there is a third process, to share references with.
 
     Returns:
-        The server and the caller; the caller alone if the system starts its server by itself (`spawns`).
+        The server and the caller, but not the third process. If `system.spawns` is True, only the caller: it starts the
+        other processes itself.
 
     Raises:
-        EndpointFailed: A process could not be started.
+        EndpointFailed: A process could not take up its role, or not in time.
     """
     address = endpoints.address(3 if third else 2)
     if system.spawns:
@@ -283,7 +335,7 @@ def start_ends(endpoints: Endpoints, system: System, third: bool = False) -> tup
 def busy_programs(number: int) -> Iterator[list[Endpoint]]:
     """Context manager: `number` programs that compute all the time run inside the block; 0 starts none.
 
-    Raises `EndpointFailed` if one could not be started, or did not go on to the end of the block.
+    Yields the processes. Raises `EndpointFailed` if one could not be started, or did not go on to the end of the block.
     """
     with Endpoints() as endpoints:
         programs = [endpoints.start(f"busy program {each}", kind="busy program") for each in range(number)]
@@ -293,9 +345,10 @@ def busy_programs(number: int) -> Iterator[list[Endpoint]]:
 
 @contextmanager
 def computing(end: Endpoint) -> Iterator[None]:
-    """Context manager: a thread of this process of a measurement computes all the time inside the block.
+    """Context manager: a thread of the process `end` computes all the time inside the block.
 
-    Raises `EndpointFailed` if the process is gone.
+    Raises `EndpointFailed` if the process is gone, or such a thread runs there already. After an error in the block,
+    the thread is not stopped.
     """
     end.ask("start_computing")
     yield
@@ -306,9 +359,10 @@ def computing(end: Endpoint) -> Iterator[None]:
 def kill_marked(mark: str) -> None:
     """Kills all processes that have `mark` in their environment, and those that they have started, except this one.
 
-    Waits until they have ended, for at most `_KILL_LIMIT_S` seconds. The resource trackers of `multiprocessing` remove
-    semaphores and shared memory when all other processes have ended. They are given `_TRACKER_LIMIT_S` seconds for that
-    before they are killed.
+    `mark` is the value of the environment variable `MARK_VARIABLE`, which the processes of one measurement inherit.
+    Does nothing if there are no such processes. Returns when all have ended, or after `_KILL_LIMIT_S` seconds. Resource
+    trackers of `multiprocessing` are killed only after `_TRACKER_LIMIT_S` seconds, so that they can remove semaphores
+    and shared memory.
     """
     began = time.monotonic()
     while (found := find_marked(mark)) and (waited := time.monotonic() - began) < _KILL_LIMIT_S:
@@ -320,7 +374,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Returns True if the process is a resource tracker of `multiprocessing`; False if it has ended."""
+    """Returns whether the process `pid` is a resource tracker of `multiprocessing`; False if it has ended."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -330,7 +384,8 @@ def _is_tracker(pid: int) -> bool:
 def find_marked(mark: str) -> list[int]:
     """Returns the ids of all processes that have `mark` in their environment, and of all that those have started.
 
-    The list is sorted, and does not have this process. It is empty if there are none.
+    `mark` is the value of the environment variable `MARK_VARIABLE`, which the processes of one measurement inherit. The
+    list is sorted, and does not have this process. It is empty if there are none.
     """
     parents = {int(entry): _parent_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
     found = {pid for pid in parents if pid != os.getpid() and _has_mark(pid, mark)}
@@ -340,9 +395,9 @@ def find_marked(mark: str) -> list[int]:
 
 
 def _has_mark(pid: int, mark: str) -> bool:
-    """Returns True if `mark` is in the environment of the process `pid`.
+    """Returns True if the process `pid` has `mark` as the value of `MARK_VARIABLE` in its environment.
 
-    Returns False if the process has ended or belongs to another user.
+    Returns False if not, or if the process has ended or belongs to another user.
     """
     try:
         return f"{MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -351,7 +406,7 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 
 def _parent_of(pid: int) -> int:
-    """Returns the id of the parent process; 0 if the process has ended."""
+    """Returns the id of the parent of the process `pid`; 0 if the process has ended."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
@@ -360,9 +415,9 @@ def _parent_of(pid: int) -> int:
 
 
 def _kill(pid: int, mark: str) -> None:
-    """Kills the process `pid` if it still has the mark, or was started by one that has.
+    """Kills the process `pid` if it still has the mark in its environment, or was started by one that has.
 
-    Does nothing if it has ended.
+    Does nothing if not, or if it has ended.
     """
     # The descriptor refers to the process itself, so if its id is reused meanwhile, the new process is not killed.
     try:
@@ -380,9 +435,10 @@ def _kill(pid: int, mark: str) -> None:
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Context manager: SIGTERM and Ctrl-C raise `SystemExit` with status 143 and 130 inside the block.
+    """Context manager: inside the block, SIGTERM raises `SystemExit` with status 143, and Ctrl-C with status 130.
 
-    So every `with` block is left in order, and no process is left behind.
+    So the `with` blocks inside it end as usual, and no process is left behind. Raises `ValueError` if it is not entered
+    in the main thread.
     """
 
     def end(number: int, _: object) -> NoReturn:
@@ -398,15 +454,16 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def run_python(title: str, program: str, environment: dict[str, str]) -> str:
-    """Runs a program in a new Python process, and returns what it prints to standard output.
+    """Runs a program in a new Python process, and returns what it prints to standard output; empty if nothing.
 
     Args:
         title: What the program is, for error messages.
         program: Its source code.
-        environment: Its environment variables.
+        environment: All its environment variables.
 
     Raises:
-        EndpointFailed: The program fails, or takes longer than `ANSWER_LIMIT_S` seconds.
+        EndpointFailed: The program ends with a status other than 0, or takes longer than `ANSWER_LIMIT_S` seconds.
+        OSError: Python cannot be started.
     """
     # -P: do not import modules from the current directory.
     command = [sys.executable, "-P", "-c", program]
@@ -428,7 +485,10 @@ def run_python(title: str, program: str, environment: dict[str, str]) -> str:
 
 
 def free_port() -> int:
-    """Returns a TCP port of the loopback interface that is free now."""
+    """Returns a TCP port of 127.0.0.1 that is free now. Another program may take it before it is used.
+
+    Raises `OSError` if there is none.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

@@ -13,11 +13,13 @@ from farcall.bench.tables import ABSENT, TextTable, in_bytes, in_time, three_dig
 
 HOSTS_BEGIN: Final = "<!-- hosts: written by `make bench-hosts`; do not edit -->"
 HOSTS_END: Final = "<!-- end of hosts -->"
-"""Between these lines of docs/benchmarks.md another program records its own run."""
+"""Between the lines `HOSTS_BEGIN` and `HOSTS_END` of docs/benchmarks.md another program records its own run."""
 _REFERENCES: Final = ((found.FETCHED, "fetched, one by one"), (found.SHARED, "shared with a third worker"))
+"""The two kinds of results about references, which share one table, and the titles of their columns."""
 _SHOWN: Final = (
     *(found.LATENCY, found.BANDWIDTH, found.EXCHANGED, found.IN_FLIGHT, found.THREADS, found.STREAMING, found.STARTUP),
 )
+"""The kinds of results that have tables of their own, in the order of the page."""
 
 _EXPLAINED: Final[dict[Measure, str]] = {
     found.LATENCY: "The time of a call that sends a payload to the other process and gets it back: the median of many"
@@ -38,17 +40,21 @@ _EXPLAINED: Final[dict[Measure, str]] = {
     " reply to a no-op call on each. It includes starting Python and the imports of each worker, but not the imports of"
     " the starting process.",
 }
+"""What each kind of result means, for the page."""
 
 
 def show_point(measure: Measure, point: int) -> str:
-    """Returns how a point is shown in the header of a table: `4 KiB` for a payload, a plain number for others."""
+    """Returns how a point is shown in the header of a table: `4 KiB` for a payload size, a plain number for others.
+
+    A point is a payload size in bytes, or a number of calls, threads, references or workers; `measure` says which.
+    """
     return in_bytes(point) if measure.point == "payload" else str(point)
 
 
 def show_value(measure: Measure, value: float | None) -> str:
-    """Returns how a value of a measure is shown in a table: `4.56 µs`, `1.23 GB/s`, or a plain number.
+    """Returns how a value is shown in a table: `4.56 µs`, `1.23 GB/s`, or a whole number such as `12,345`.
 
-    Returns `ABSENT` for None.
+    The unit of `measure` (seconds, bytes per second or another one) decides. Returns a dash, `ABSENT`, for None.
     """
     if value is None:
         return ABSENT
@@ -58,15 +64,20 @@ def show_value(measure: Measure, value: float | None) -> str:
 
 
 def show_ratio(value: float | None) -> str:
-    """Returns how a ratio is shown in a table, for example `12.3×`; `ABSENT` for None."""
+    """Returns how a ratio is shown in a table, with about three digits, such as `12.3×`; a dash for None."""
     return ABSENT if value is None else f"{three_digits(value)}×"
 
 
 def tables(findings: Findings, effort: Effort) -> dict[Measure, list[TextTable]]:
-    """Returns the tables of each measure that has values; an empty dict if none has.
+    """Returns the tables of each measure (kind of result) that has values; an empty dict if none has.
 
-    If there are peers, a table of ratios follows, except for bandwidth. Both measures of references share one table,
-    under `FETCHED`.
+    The first table of a measure has a row for each system. If farcall is compared with others, a table of ratios
+    follows, except for bandwidth. `SHARED` has no entry: it is a column of the tables of `FETCHED`. `LATENCY_P99` has
+    no tables.
+
+    Args:
+        findings: The results.
+        effort: What was measured, for the columns and the titles.
     """
     every: dict[Measure, list[TextTable]] = {}
     medians = f"medians over {effort.rounds} rounds" if effort.rounds > 1 else "one round"
@@ -95,9 +106,9 @@ def tables(findings: Findings, effort: Effort) -> dict[Measure, list[TextTable]]
 
 
 def _add_references(every: dict[Measure, list[TextTable]], findings: Findings, medians: str) -> None:
-    """Adds the table of references to `every`, and one of ratios if there are peers.
+    """Adds the table of references to `every`, under `FETCHED`, and one of ratios if farcall is compared with others.
 
-    Does nothing if there are no values.
+    Does nothing if there are no values. `medians` is a part of the title, such as "medians over 3 rounds".
     """
 
     def has_any(system: System) -> bool:
@@ -122,9 +133,10 @@ def _add_references(every: dict[Measure, list[TextTable]], findings: Findings, m
 
 
 def reasons(findings: Findings) -> list[str]:
-    """Returns a line for each reason why values are missing, and for each system that was left out, then the notes.
+    """Returns lines that say which values are missing and which systems were left out, and why.
 
-    Returns an empty list if nothing is missing.
+    The notes of the run follow. There is one line for each system that was left out, and one for each reason of a
+    system. Returns an empty list if nothing is missing and there are no notes.
     """
     lines = [f"{label} was left out: {reason}" for label, reason in findings.left_out.items()]
     for system in findings.systems:
@@ -138,13 +150,16 @@ def reasons(findings: Findings) -> list[str]:
 
 
 def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Sequence[str]) -> str:
-    """Returns docs/benchmarks.md as Markdown.
+    """Returns docs/benchmarks.md as Markdown: tables and pictures, missing figures, the systems and the machine.
+
+    Kinds of results without values have no section.
 
     Args:
         findings: The results.
         effort: What was measured.
-        where: The machine; see `machine.describe`.
-        plots: The names of picture files in the directory `benchmarks` beside the page. Other pictures are left out.
+        where: Texts about the machine, by their titles, such as "kernel".
+        plots: The names of picture files, such as `latency.svg`, in the directory `benchmarks` beside the page. Other
+            pictures are left out.
     """
     parts = ["# Benchmarks", _introduction(findings, effort)]
     for measure, shown in tables(findings, effort).items():
@@ -165,14 +180,18 @@ def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Seque
 def hosts_section(page: str) -> str:
     """Returns the section of a page from `HOSTS_BEGIN` to `HOSTS_END`, to append to a new page.
 
-    Another program has recorded its own run there. Returns a section without contents if the page has none.
+    `make bench-hosts` writes that section, so it is kept when the rest of the page is replaced. If `page` is empty or
+    has no such section, returns one without contents.
     """
     recorded = page.partition(HOSTS_BEGIN)[2].partition(HOSTS_END)[0]
     return f"\n{HOSTS_BEGIN}{recorded or chr(10)}{HOSTS_END}\n"
 
 
 def _introduction(findings: Findings, effort: Effort) -> str:
-    """Returns the first paragraphs of docs/benchmarks.md: what was compared, and by which command."""
+    """Returns the first paragraphs of docs/benchmarks.md as Markdown: what was compared, and by which command.
+
+    They end with a warning if it was a quick run.
+    """
     beside = f"beside {_join_words([peer.label for peer in findings.peers])}" if findings.peers else "alone"
     command = "python benchmarks/compare.py " + ("--quick" if effort.quick else f"--rounds {effort.rounds}")
     if findings.peers:
@@ -198,10 +217,10 @@ def _introduction(findings: Findings, effort: Effort) -> str:
 
 
 def _bullet_list(lines: Sequence[str]) -> str:
-    """Returns the lines as a Markdown list; empty for no lines."""
+    """Returns the lines as a Markdown list, one item each; an empty text for no lines."""
     return "\n".join(f"- {line}" for line in lines)
 
 
 def _join_words(words: Sequence[str]) -> str:
-    """Returns `a`, `a and b` or `a, b and c`. The list must not be empty."""
+    """Returns the words as text: `a`, `a and b` or `a, b and c`. An empty list raises `IndexError`."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]

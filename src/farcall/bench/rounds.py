@@ -15,25 +15,30 @@ from farcall.bench.screen import Screen
 
 T = TypeVar("T")
 Turn = tuple[str, Callable[[], None]]
-"""A title, for the progress display, and a function that measures and records."""
+"""One part of one system to measure: a title, for the progress display, and a function that measures and records."""
 
 
 def rotated(every: Sequence[T], number: int) -> list[T]:
     """Returns all elements of `every` in their order, but beginning with the one at index `number` modulo their count.
 
-    Returns an empty list for an empty sequence.
+    The elements before it follow at the end: `rotated("abc", 1)` is `["b", "c", "a"]`. Returns an empty list for an
+    empty sequence.
     """
     first = number % len(every) if every else 0
     return [*every[first:], *every[:first]]
 
 
 def take_turns(turns: Sequence[Turn], others_percent: list[float], screen: Screen) -> None:
-    """Runs all turns in order, and shows which one is running. Raises what a turn raises.
+    """Runs all turns in order, and shows which one is running. For no turns it only shows that all is measured.
 
     Args:
-        turns: The turns, each a title and a function.
+        turns: The turns, each a title and a function that measures and records.
         others_percent: For each turn, the percentage of a core that other programs used is appended here.
         screen: Where progress is shown.
+
+    Raises:
+        BaseException: What a turn raises. The turns after it are not run.
+        OSError: There is no /proc: the system is not Linux.
     """
     with screen.progress(len(turns)) as show:
         for done, (title, turn) in enumerate(turns):

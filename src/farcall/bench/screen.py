@@ -14,10 +14,14 @@ from farcall.bench.tables import TextTable
 
 
 class Screen:
-    """Prints the progress and the results of a run, with rich if it is installed."""
+    """Prints the progress and the results of a run to the terminal.
+
+    Uses the package rich if it is installed; otherwise prints plain text. Results go to standard output, everything
+    else to standard error.
+    """
 
     def __init__(self) -> None:
-        """Uses rich if it is installed."""
+        """Looks whether rich is installed. Prints nothing."""
         self._out: Any = None
         self._notes: Any = None
         try:
@@ -27,7 +31,10 @@ class Screen:
         self._out, self._notes = Console(), Console(stderr=True)
 
     def table(self, table: TextTable) -> None:
-        """Prints a table to standard output. A table without rows has only its header."""
+        """Prints a table, under its title, to standard output. A table without rows has only its header.
+
+        Without rich, all rows must have as many cells as the header; otherwise `ValueError` or `IndexError` is raised.
+        """
         if self._out is None:
             print(table.plain(), end="\n\n")
             return
@@ -50,11 +57,11 @@ class Screen:
             self._out.print(text, markup=False)
 
     def note(self, text: str, style: str = "") -> None:
-        """Prints a line that is not a result to standard error.
+        """Prints a line that is not a result to standard error; an empty line for an empty text.
 
         Args:
             text: The line.
-            style: A style of rich, for example "yellow"; ignored without rich.
+            style: A style of rich, for example "yellow"; empty for none. Ignored without rich.
         """
         if self._notes is None:
             print(text, file=sys.stderr)
@@ -63,9 +70,10 @@ class Screen:
 
     @contextmanager
     def progress(self, total: int) -> Iterator[Callable[[str, int], None]]:
-        """Context manager: shows progress over `total` steps.
+        """Context manager: shows on standard error how many of `total` steps are done.
 
-        Yields a function to call with a text about the current step, and the number of steps that are done.
+        Yields a function to call with a text about the current step, and the number of steps that are done. The numbers
+        are not checked.
         """
         if self._notes is None:
             yield lambda what, done: print(f"[{done}/{total}] {what}", file=sys.stderr)

@@ -22,10 +22,16 @@ from farcall.bench.system import Address, Caller, System, Workers
 
 
 class Starter:
-    """Starts the workers of a system once, and measures how long that takes."""
+    """Starts the workers of a system once, and measures how long that takes.
+
+    Use: create it, call `start` once, then `close`.
+
+    Args:
+        system: The system, whose package is imported at once.
+    """
 
     def __init__(self, system: System) -> None:
-        """Imports the system's package. Raises `ImportError` if it is not installed."""
+        """Imports the system's package, so that this does not count. Raises `ImportError` if it is not installed."""
         system.load()
         self._system = system
         self._endpoints = Endpoints()
@@ -33,14 +39,16 @@ class Starter:
         self._callers: list[Caller] = []
 
     def start(self, workers: int) -> float:
-        """Starts `workers` workers, calls a no-op on each, and returns the seconds that it took. Use it once.
+        """Starts `workers` workers, calls a no-op on each, and returns the seconds that it took.
+
+        Must be called only once, which is not checked.
 
         Args:
             workers: How many workers to start, at least 1.
 
         Raises:
-            EndpointFailed: A process cannot be started.
-            Exception: What the system raises if its workers do not start.
+            EndpointFailed: A process cannot be started, or not in time.
+            Exception: What the measured library raises if its workers do not start.
         """
         began = time.perf_counter()
         address = self._endpoints.address(workers + 1)
@@ -71,7 +79,8 @@ class Starter:
     def _start_servers(self, workers: int) -> None:
         """Starts `workers` servers, connects to each and calls a no-op on each. 0 does nothing.
 
-        Raises `EndpointFailed` if a server cannot be started, and what the system raises.
+        Raises `EndpointFailed` if a server cannot be started, and what the measured library raises if it cannot connect
+        or call.
         """
         addresses = [self._endpoints.address(2) for _ in range(workers)]
         servers = [
@@ -87,7 +96,11 @@ class Starter:
             caller.noop()
 
     def close(self) -> None:
-        """Ends all workers, in bounded time."""
+        """Ends all workers, in bounded time. May be called without a call of `start`.
+
+        Raises `EndpointFailed` if a process does not carry out the command "stop", and what the measured library raises
+        if it cannot close or leave.
+        """
         for caller in self._callers:
             caller.close()
         try:
@@ -101,10 +114,16 @@ class Starter:
 
 
 class Joiner:
-    """A process that joins a group when it is told, and measures how long that takes."""
+    """A process that joins a group when it is told, and measures how long that takes.
+
+    Use: create it, call `join`, then `leave`.
+
+    Args:
+        system: The system whose workers form a group. Its package is imported at once.
+    """
 
     def __init__(self, system: System) -> None:
-        """Imports the system's package. Raises `ImportError` if it is not installed."""
+        """Imports the system's package, so that this does not count. Raises `ImportError` if it is not installed."""
         system.load()
         self._system = system
         self._group: Workers | None = None
@@ -117,7 +136,9 @@ class Joiner:
             all processes of a host share.
 
         Raises:
-            Exception: What the system raises.
+            NotImplementedError: The workers of the system form no groups.
+            Exception: What the measured library raises if the group does not form or a call fails; `RpcError` for
+                farcall.
         """
         began = time.monotonic()
         self._group = self._system.member(rank, address)
@@ -128,7 +149,7 @@ class Joiner:
     def leave(self) -> float:
         """Leaves the group, and returns the seconds that it took; about 0 if `join` was not called.
 
-        Raises what the system raises.
+        Raises what the measured library raises if that fails; `ShutdownError` for farcall.
         """
         began = time.monotonic()
         if self._group is not None:

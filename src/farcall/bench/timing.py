@@ -19,31 +19,38 @@ from farcall.bench.system import Caller, ReferenceCaller
 MIN_CALLS: Final = 3
 """How many calls are timed however long they take."""
 NO_LIMIT: Final = float("inf")
-"""For a point that only its number of calls ends."""
+"""The time limit, in seconds, of a measurement that only its number of calls ends."""
 UNLIMITED: Final = sys.maxsize
-"""For a point that only its time ends."""
+"""The number of calls of a measurement that only its time ends."""
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Returns the value below which `share` (0 to 1) of all values lie, by nearest rank. The list must not be empty."""
+    """Returns the value below which `share` (0 to 1) of all values lie, by nearest rank: 0.99 for the 99th percentile.
+
+    Raises `IndexError` if the list is empty. `share` is not checked.
+    """
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def time_each(
     call: Callable[[], object], calls: int, warmup: int, seconds: float = NO_LIMIT, pause: float = 0.0
 ) -> dict[str, float]:
-    """Times each call, after some calls that do not count. Raises what a call raises.
+    """Times each call, after some calls that do not count.
 
     Args:
         call: What to time.
-        calls: How many calls to time at most, at least 1.
-        warmup: How many calls to make before at most; 0 for none.
+        calls: The largest number of timed calls, at least 1.
+        warmup: The largest number of untimed calls that are made first; 0 for none.
         seconds: The time limit; by default none. The warm-up is limited to a tenth of it. `MIN_CALLS` calls are timed
-            however long they take.
-        pause: How many seconds to sleep before each timed call. The sleep is not timed.
+            however long they take, unless `calls` is smaller.
+        pause: How many seconds to sleep before each timed call; 0 for none. The sleep is not timed.
 
     Returns:
         The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
+
+    Raises:
+        Exception: What a call raises.
+        StatisticsError: `calls` is 0.
     """
     clock = time.perf_counter_ns
     end = clock() + seconds * 1e8
@@ -68,14 +75,18 @@ def time_mixed(
     """Times each call of several kinds in random order, after some calls of each kind that do not count.
 
     Args:
-        kinds: What to time, by name. A single kind is simply called again and again.
+        kinds: What to time, by name. A single kind is simply called again and again; none gives an empty result.
         calls: How many calls of each kind to time, at least 1.
-        warmup: How many calls of each kind to make before; 0 for none.
-        seed: Determines the order.
+        warmup: How many untimed calls of each kind to make first; 0 for none.
+        seed: The seed of the random order: the same seed gives the same order.
 
     Returns:
         For each kind, the median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and
         `mean_us`.
+
+    Raises:
+        Exception: What a call raises.
+        StatisticsError: `calls` is 0.
     """
     shuffle = random.Random(seed).shuffle
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -100,13 +111,18 @@ async def time_each_awaited(
     Runs inside the event loop, so that starting a loop is not timed.
 
     Args:
-        call: What to time.
-        calls: How many calls to time at most.
-        warmup: How many calls to make before at most.
-        seconds: The time limit. The warm-up is limited to a tenth of it.
+        call: What to time. Its result is awaited.
+        calls: The largest number of timed calls, at least 1.
+        warmup: The largest number of untimed calls that are made first; 0 for none.
+        seconds: The time limit; by default none. The warm-up is limited to a tenth of it. `MIN_CALLS` calls are timed
+            however long they take, unless `calls` is smaller.
 
     Returns:
         The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
+
+    Raises:
+        Exception: What a call raises.
+        StatisticsError: `calls` is 0.
     """
     clock = time.perf_counter_ns
     end = clock() + seconds * 1e8
@@ -127,7 +143,7 @@ def summarize(times: list[float]) -> dict[str, float]:
     """Returns the median, the 99th percentile and the mean of times, as `p50_us`, `p99_us` and `mean_us`.
 
     Args:
-        times: The times in microseconds; not empty.
+        times: The times in microseconds; an empty list raises `StatisticsError`.
     """
     return {
         "p50_us": statistics.median(times),
@@ -137,9 +153,18 @@ def summarize(times: list[float]) -> dict[str, float]:
 
 
 def time_pipelined(caller: Caller, calls: int, warmup: int) -> dict[str, float]:
-    """Returns how many no-op calls per second complete if `calls` of them are started at once, as `calls_per_s`.
+    """Measures how many no-op calls per second complete if all of them are started at once.
 
-    Makes `warmup` calls before, in the same way, that do not count.
+    Returns a dict with this number under the key `calls_per_s`.
+
+    Args:
+        caller: Makes the calls.
+        calls: How many calls to time, at least 1.
+        warmup: How many untimed calls to make first, also started at once; 0 for none.
+
+    Raises:
+        NotImplementedError: The system cannot have several calls in flight.
+        Exception: What the measured library raises if a call fails.
     """
     caller.pipelined(warmup)
     start = time.perf_counter()
@@ -148,14 +173,16 @@ def time_pipelined(caller: Caller, calls: int, warmup: int) -> dict[str, float]:
 
 
 def rate(run: Callable[[int], object], count: int, seconds: float) -> float:
-    """Returns how many operations per second `run(number)` performs.
+    """Returns how many operations per second `run` performs.
 
-    A first, small run warms up, and tells how many operations take about `seconds`.
+    `run` is called twice. The first call is the warm-up, with a twentieth of `count` operations, at least 1. From its
+    duration follows how many operations the second call, which is measured, can perform in `seconds`.
 
     Args:
-        run: Performs as many operations as its argument says.
-        count: The largest number of operations for the measured run, at least 1.
-        seconds: About how long the measured run should take.
+        run: Performs as many operations as its argument says. What it raises is raised here.
+        count: The largest number of operations of the second call, at least 1.
+        seconds: About how long the second call should take. It takes longer if it must: it never performs fewer
+            operations than the first call.
     """
     trial = max(1, count // 20)
     start = time.perf_counter()
@@ -176,7 +203,8 @@ def time_threads(
         call: What to time. It is called once before, which does not count.
         threads: How many threads, at least 1.
         seconds: How long they go on at most; by default no limit. Each makes one call in any case.
-        calls: How many calls each thread makes at most; by default no limit.
+        calls: How many calls each thread makes at most, at least 1; by default no limit. Without `seconds` and `calls`
+            the threads never end.
 
     Returns:
         The calls per second of all threads together, as `calls_per_s`, and the median, the 99th percentile and the mean
@@ -221,18 +249,19 @@ def time_threads(
 def time_beside(call: Callable[[], object], load: Callable[[], object], seconds: float) -> dict[str, float]:
     """Times each call for `seconds`, while another thread calls `load` again and again.
 
-    Goes on longer if `load` has not run `MIN_CALLS` times by then.
+    Goes on longer if `load` has not run `MIN_CALLS` times by then. Both functions are called once before, which does
+    not count.
 
     Args:
         call: What to time.
-        load: What the other thread calls. Both functions are called once before, which does not count.
-        seconds: How long to time calls.
+        load: What the other thread calls.
+        seconds: How long to time calls; 0 only until `load` has run `MIN_CALLS` times.
 
     Returns:
         The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
 
     Raises:
-        BaseException: What either function raises.
+        BaseException: What either function raises. The other thread has ended then.
     """
     load()
     call()
@@ -268,12 +297,16 @@ def time_beside(call: Callable[[], object], load: Callable[[], object], seconds:
 
 
 def time_shared(caller: ReferenceCaller, references: int, warmup: int) -> float:
-    """Returns how many references per second are created, shared with the third end, used once and dropped.
+    """Returns how many references per second are created, shared with a third process, used once and dropped.
 
     Args:
         caller: Makes and shares the references.
-        references: How many are measured.
-        warmup: How many are shared before and do not count.
+        references: How many are measured, at least 1.
+        warmup: How many are shared before and do not count; 0 for none.
+
+    Raises:
+        RuntimeError: The third process got a wrong value.
+        Exception: What the measured library raises if a call fails.
     """
     caller.share(warmup)
     start = time.perf_counter()

@@ -21,7 +21,11 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `farcall bench` to the parser. Call it once for a parser."""
+    """Adds the options of `farcall bench` to `parser`.
+
+    The parsed arguments also get an attribute `execute`: the function that runs the benchmark. Call `configure` once
+    for a parser: a second call raises `argparse.ArgumentError`.
+    """
     parser.set_defaults(execute=execute)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = _DESCRIPTION
@@ -55,7 +59,9 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments: The parsed options of `farcall bench`.
 
     Raises:
-        UsageError: An option has an invalid value. Nothing has been started then.
+        UsageError: An option has an invalid value, or an output cannot be written. Nothing has been measured then.
+        OSError: A file could not be written after the run.
+        SystemExit: The run was ended by SIGTERM (status 143) or Ctrl-C (status 130).
     """
     # Imported here because no other command needs these modules.
     from farcall.bench import command

@@ -15,13 +15,16 @@ from farcall.errors import UsageError
 
 
 class _Version(argparse.Action):
-    """Prints the installed version and exits.
+    """The action of `--version`: prints the installed version and exits.
 
     argparse's own action needs the version when the parser is built, and looking it up would slow every start.
     """
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        """Prints the version and exits with status 0."""
+        """Prints the version and exits with status 0.
+
+        Raises `PackageNotFoundError` if farcall is not installed as a package.
+        """
         from importlib.metadata import version
 
         print(f"farcall {version('farcall')}")
@@ -29,7 +32,7 @@ class _Version(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser for the whole command line, with all subcommands.
+    """Returns a new parser for the whole command line, with all subcommands. Parses nothing yet.
 
     The parsed arguments have an attribute `execute`: the function that runs the subcommand.
     """
@@ -44,9 +47,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the parsed arguments, in which `run.ESCAPED_DASHES` stands for `--`.
+    """Returns the parsed arguments; their attribute `execute` is the function that runs the subcommand.
 
-    Exits with status 2 and a message if they cannot be parsed, with 0 for `--help` and `--version`.
+    Each argument `--` is parsed as `run.ESCAPED_DASHES`, because argparse would remove it. Exits with status 2 and a
+    message if an argument is not valid, or if there are no arguments. Exits with status 0 after `--help` and
+    `--version`.
     """
     # argparse removes every "--", but one that follows the target of `run` belongs to the target's arguments.
     return make_parser().parse_args([run.ESCAPED_DASHES if argument == "--" else argument for argument in argv])
@@ -56,13 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the arguments name, and returns its exit status.
 
     Args:
-        argv: The arguments without the program's name; by default those of this process.
+        argv: The arguments without the program's name; None for those of this process.
 
     Returns:
         The exit status of the command; 2 after a `UsageError`, whose text is printed.
 
     Raises:
-        SystemExit: The arguments cannot be parsed (status 2), or ask for help or the version (status 0).
+        SystemExit: The arguments cannot be parsed or there are none (status 2), or ask for help or the version (status
+            0).
     """
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:

@@ -43,7 +43,11 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `farcall run` to the parser. Call it once for a parser."""
+    """Adds the options of `farcall run` to `parser`.
+
+    The parsed arguments also get an attribute `execute`: the function that runs the workers. Call `configure` once for
+    a parser: a second call raises `argparse.ArgumentError`.
+    """
     parser.set_defaults(execute=execute)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "farcall run -n N [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
@@ -80,7 +84,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the workers until all have ended, and returns the exit status of the run: 0 if none failed.
+    """Runs the workers until all have ended, and returns the exit status of the run.
+
+    The status is 0 if no worker failed, else that of the worker that failed first. For a worker that a signal killed,
+    it is 128 plus the number of the signal. It is 130 after a second Ctrl-C, and 141 if the output cannot be written.
 
     Args:
         arguments: The parsed options of `farcall run`.
@@ -96,7 +103,11 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises `UsageError`, with what to do instead, if the arguments of `farcall run` are invalid or contradictory."""
+    """Returns None if the parsed arguments of `farcall run` are valid, else raises `UsageError`.
+
+    The message says what to do instead. Checks numbers, ports and seconds, that options do not contradict each other,
+    and that the script exists. Whether a module exists is not checked.
+    """
     if arguments.workers < 1:
         raise UsageError(f"-n must be at least 1, not {arguments.workers}")
     if arguments.nodes < 1:
@@ -127,7 +138,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def target_command(arguments: argparse.Namespace) -> list[str]:
-    """Returns the script or module and its arguments, without a `--` before them; empty if no target was given."""
+    """Returns the script or module and its arguments, without a `--` before them; empty if no target was given.
+
+    `arguments` are the parsed options of `farcall run`, in which `ESCAPED_DASHES` stands for `--`.
+    """
     if arguments.target is None:
         return []
     words = ["--" if word == ESCAPED_DASHES else word for word in (arguments.target, *arguments.arguments)]
@@ -135,14 +149,16 @@ def target_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def make_plans(arguments: argparse.Namespace, environ: Mapping[str, str]) -> list[WorkerPlan]:
-    """Returns the plan of each worker on this host, in the order of their ranks.
+    """Returns the plan of each worker on this host, in the order of their ranks: name, rank, command and environment.
+
+    If `--nodes` is 1, and `FARCALL_SECRET` is not set or is empty, the environments contain a new secret.
 
     Args:
-        arguments: The parsed options, already checked.
-        environ: The environment that the workers inherit.
+        arguments: The parsed options of `farcall run`, already checked.
+        environ: The environment that the workers inherit. It is not changed.
 
     Raises:
-        UsageError: No port was given, and no free one can be found on the master address.
+        UsageError: `--master-port` is not given, and no free port can be found on the address `--master-addr`.
     """
     address = arguments.master_addr or "127.0.0.1"
     command = [sys.executable, *(["-m"] if arguments.module else []), *target_command(arguments)]
@@ -168,13 +184,14 @@ def make_plans(arguments: argparse.Namespace, environ: Mapping[str, str]) -> lis
 
 
 def free_port(address: str) -> int:
-    """Returns a TCP port that is free on an address of this host now. Another program may take it at any time.
+    """Returns a TCP port that is free on an address of this host now; another program may take it at any time.
 
     Args:
         address: A name or address of this host.
 
     Raises:
-        UsageError: The address is not one of this host's, or cannot be resolved.
+        UsageError: The address is empty, is not one of this host's, or cannot be resolved.
+        UnicodeError: The address cannot be a host name, for example because a part has more than 63 characters.
     """
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]

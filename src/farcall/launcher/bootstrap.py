@@ -18,9 +18,10 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends.
+    """Asks the kernel to kill this process when its parent ends, and returns. Never raises.
 
-    Kills this process at once if `parent`, a process id, is no longer its parent.
+    Kills this process at once if `parent`, a process id, is no longer its parent. Without ctypes or `prctl` the kernel
+    cannot be asked, and the process lives on.
     """
     try:
         import ctypes
@@ -35,9 +36,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Replaces this process by the program `argv[2]`, with the arguments `argv[3:]`.
+    """Replaces this process by the program `argv[2]`, with the arguments `argv[3:]`; does not return.
 
-    `argv[1]` is the process id of the launcher. Exits with status 1 and a message if the program cannot be run.
+    `argv[1]` is the process id of the launcher, and `argv[0]` is ignored. Exits with status 1 and a message if the
+    program cannot be run. Raises `IndexError` or `ValueError` if an argument is missing or `argv[1]` is not a number.
     """
     # A Ctrl-C this early must not print a traceback of this file. After the exec Python installs its own handler.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

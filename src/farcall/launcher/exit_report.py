@@ -47,11 +47,13 @@ _MAX_NAME_BYTES: Final = 1024
 class ExitReports:
     """The launcher's end of the socket over which workers send their names and reports.
 
-    A report says that a worker fails because of another worker.
+    A report says that a worker fails because of another worker. Start the workers with the environment variable
+    `FARCALL_LAUNCHER` set to `name`. Call `read` when `fileno` is readable: it returns the reports. Then `take_names`
+    returns the names. After `close`, `name` and `read` raise `OSError`.
     """
 
     def __init__(self) -> None:
-        """Opens the socket. Raises `OSError` if the system has no descriptors left."""
+        """Opens the socket, with a name that the system chooses. Raises `OSError` if no descriptors are left."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind("")  # the system chooses an abstract name that is free
@@ -59,18 +61,18 @@ class ExitReports:
 
     @property
     def name(self) -> str:
-        """The name of the socket, which workers need in `FARCALL_LAUNCHER`."""
+        """The name of the socket, such as "@00c3f", which workers need in `FARCALL_LAUNCHER`."""
         return "@" + self._socket.getsockname()[1:].decode()  # type: ignore[no-any-return]
 
     def fileno(self) -> int:
-        """Returns the descriptor of the socket, which is readable when a report or a name is there."""
+        """Returns the descriptor of the socket, readable when a report or a name is there; -1 after `close`."""
         return self._socket.fileno()
 
     def read(self) -> set[int]:
-        """Reads all datagrams that have arrived.
+        """Reads all datagrams that have arrived, and returns the pids of the workers that have reported a failure.
 
-        Returns the pids of the workers that have reported a failure since the last call. Returns an empty set if none
-        has. Names are kept for `take_names`. Does not block.
+        These are the reports since the last call: an empty set if there are none. Names are kept for `take_names`. A
+        name that is not printable is ignored. Does not block.
         """
         pids: set[int] = set()
         while True:
@@ -87,7 +89,7 @@ class ExitReports:
                         self._names[pid] = name
 
     def take_names(self) -> dict[int, str]:
-        """Returns the names that `read` has read since the last call, by the pids of the workers.
+        """Returns the names that `read` has read since the last call of this method, by the pids of the workers.
 
         Returns an empty dict if there are none.
         """
@@ -95,18 +97,18 @@ class ExitReports:
         return names
 
     def close(self) -> None:
-        """Closes the socket. Later reports are lost."""
+        """Closes the socket. Later reports are lost. May be called again."""
         self._socket.close()
 
 
 class _Hook:
     """A `sys.excepthook` that sends the launcher a report, and prints one line instead of a traceback.
 
-    It does so for errors that mean that another worker failed. All other errors go to the hook that was installed
-    before.
+    It does so for errors that mean that another worker failed, such as `WorkerLostError`. All other errors go to the
+    hook that was installed before.
 
     Args:
-        launcher: The name of the launcher's socket.
+        launcher: The name of the launcher's socket, such as "@00c3f".
     """
 
     def __init__(self, launcher: str) -> None:
@@ -114,7 +116,11 @@ class _Hook:
         self._before = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Called by Python with the type, the exception and the traceback of an error that ends the program."""
+        """Called by Python with the type, the exception and the traceback of an error that ends the program.
+
+        For an error that means that another worker failed, reports to the launcher and prints one line. Passes any
+        other error to the earlier hook.
+        """
         if not _is_consequence(error):
             self._before(kind, error, trace)
             return
@@ -125,7 +131,7 @@ class _Hook:
 def install_exit_report(environ: Mapping[str, str]) -> None:
     """Makes this process report to its launcher if it fails because of another worker. Sets `sys.excepthook`.
 
-    Does nothing without a launcher, or if it was called before.
+    Does nothing without a launcher, or if it was called before. Whether the launcher can be reached is not checked.
 
     Args:
         environ: The environment of the process, with `FARCALL_LAUNCHER` if there is a launcher.
@@ -136,11 +142,13 @@ def install_exit_report(environ: Mapping[str, str]) -> None:
 
 
 def report_name(environ: Mapping[str, str], name: str) -> None:
-    """Tells the launcher the name of this worker. Does nothing without a launcher, or if it cannot be reached.
+    """Tells the launcher the name of this worker, which it then writes before each line of output.
+
+    Does nothing without a launcher, or if it cannot be reached. Never waits longer than a second.
 
     Args:
         environ: The environment of the process, with `FARCALL_LAUNCHER` if there is a launcher.
-        name: The name.
+        name: The name of this worker, not empty: the launcher would take an empty one for a report of a failure.
     """
     launcher = environ.get(LAUNCHER_VARIABLE)
     if launcher:
@@ -148,7 +156,7 @@ def report_name(environ: Mapping[str, str], name: str) -> None:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Returns True for an error that means that another worker has failed.
+    """Returns True for an error that means that another worker has failed, else False.
 
     Those are `ShutdownError`, `WorkerLostError` and `RendezvousError`, but not `RendezvousTimeoutError`.
     """
@@ -159,7 +167,7 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _send_report(launcher: str, body: bytes = b"") -> None:
-    """Sends a datagram to the socket `launcher`, waiting a second at most. Does nothing if it cannot be reached.
+    """Sends a datagram to the socket named `launcher`, waiting a second at most; does nothing if it cannot be reached.
 
     `body` is the name of this worker; empty means a report that it failed because of another worker.
     """
@@ -172,6 +180,9 @@ def _send_report(launcher: str, body: bytes = b"") -> None:
 
 
 def _user_location(trace: TracebackType | None) -> str:
-    """Returns `file:line: ` of the last frame outside of farcall, as compilers print it; empty if there is none."""
+    """Returns the place of the last entry of a traceback outside of farcall, as "file:line: " with a blank at its end.
+
+    Returns an empty text for None, or if all entries are in farcall.
+    """
     own = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_OWN_CODE)]
     return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""

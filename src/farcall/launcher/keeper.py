@@ -22,7 +22,9 @@ from collections.abc import Iterable
 def read_remaining_groups(lines: Iterable[str]) -> set[int]:
     """Reads all lines, and returns the process groups that were added and not removed again.
 
-    An unfinished last line is ignored. Empty input returns an empty set.
+    A line is "+123" to add the group 123 and "-123" to remove it, with a line break. Removing an unknown group has no
+    effect. An unfinished last line is ignored. Empty input returns an empty set. Raises `ValueError` if a line has no
+    number.
     """
     groups: set[int] = set()
     for line in lines:
@@ -37,7 +39,11 @@ def read_remaining_groups(lines: Iterable[str]) -> set[int]:
 
 
 def main() -> None:
-    """Reads standard input to its end, then kills the process groups that are left."""
+    """Reads lines from standard input to its end, then kills the process groups that are left.
+
+    A line is "+123" to add the group 123 and "-123" to remove it. Groups that have ended or belong to another user are
+    skipped. Does nothing if none are left.
+    """
     for group in read_remaining_groups(sys.stdin):
         try:
             os.killpg(group, signal.SIGKILL)

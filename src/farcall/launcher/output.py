@@ -25,10 +25,10 @@ _COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 
 def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
-    """Returns True if lines written to the descriptor `fd` should be coloured.
+    """Returns True if lines written to the descriptor `fd` should be coloured, else False.
 
     They are if `fd` is a terminal (other than TERM=dumb). NO_COLOR turns colour off and FORCE_COLOR on, if not empty;
-    NO_COLOR takes precedence.
+    NO_COLOR takes precedence. A closed descriptor is not a terminal. `environ` has the environment variables.
     """
     if environ.get("NO_COLOR"):
         return False
@@ -38,12 +38,12 @@ def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
 
 
 def make_prefix(name: str, width: int, index: int, coloured: bool) -> bytes:
-    """Returns what to write before each line of a worker: its name, padded to a width, and a bar.
+    """Returns what to write before each line of a worker: its name, padded to a width, and a bar, as in "worker1 | ".
 
     Args:
         name: The name of the worker.
-        width: The least number of characters for the name.
-        index: The number of the worker, which decides its colour.
+        width: The least number of characters for the name, 0 or more. A longer name is not cut.
+        index: The number of the worker, from 0 on, which decides its colour.
         coloured: Whether the name gets a colour.
     """
     text = f"{name:<{width}} | "
@@ -53,10 +53,10 @@ def make_prefix(name: str, width: int, index: int, coloured: bool) -> bytes:
 
 
 class LinePrefixer:
-    """Splits the output of one worker into lines, and puts a prefix before each.
+    """Splits the output of one worker into lines, and puts a prefix before each. Pass the output to `feed`.
 
     Args:
-        prefix: What is put before each line.
+        prefix: What is put before each line; may be empty.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -67,7 +67,8 @@ class LinePrefixer:
     def feed(self, data: bytes) -> bytes:
         """Takes the next bytes of the output, and returns the lines that they complete, with prefixes; empty if none.
 
-        An unfinished line is kept for the next call, unless it is longer than `MAX_LINE_BYTES`.
+        An unfinished line is kept for the next call. If it is longer than `MAX_LINE_BYTES`, it is returned with a line
+        break. Empty data returns nothing new.
         """
         whole, newline, rest = data.rpartition(b"\n")
         if newline:
@@ -78,7 +79,7 @@ class LinePrefixer:
         return self.finish() if len(self._unfinished) > MAX_LINE_BYTES else b""
 
     def finish(self) -> bytes:
-        """Returns the unfinished line with prefix and newline, and forgets it; empty if there is none."""
+        """Returns the unfinished line with prefix and line break, and forgets it; empty if there is none."""
         if not self._unfinished:
             return b""
         line = self.prefix + self._unfinished + b"\n"
@@ -87,10 +88,15 @@ class LinePrefixer:
 
 
 class Sink:
-    """Bytes on their way to one of the launcher's own streams.
+    """Bytes on their way to one of the launcher's own streams. `put` queues them and `write_some` writes them.
 
     Args:
+        fd: The descriptor of the stream. It is not checked, and stays open.
+
+    Attributes:
         fd: The descriptor of the stream.
+        pending: The bytes that are queued and not written yet.
+        broken: True if writing has failed, for example because the stream has no reader any more.
     """
 
     def __init__(self, fd: int) -> None:
@@ -100,12 +106,15 @@ class Sink:
         """True if the stream has no reader any more. Further bytes are dropped."""
 
     def put(self, data: bytes) -> None:
-        """Queues bytes, which must be whole lines. Drops them if the stream is broken."""
+        """Queues bytes, which must be whole lines. Drops them if a write has failed (`broken`). Never waits."""
         if not self.broken:
             self.pending += data
 
     def write_some(self) -> None:
-        """Writes as many queued bytes as the stream accepts now. Never waits; an error marks the sink as broken."""
+        """Writes as many queued bytes as the stream accepts now; does nothing if none are queued.
+
+        Never waits or raises. An error drops the queued bytes and sets `broken`.
+        """
         # Other processes share the stream, so it must not be made non-blocking. But a pipe or terminal that polls as
         # writable accepts PIPE_BUF bytes without blocking.
         poll = select.poll()
@@ -141,18 +150,31 @@ def open_sinks(stdout: int = 1, stderr: int = 2) -> tuple[Sink, Sink]:
 
 
 class WorkerStream:
-    """Standard output or standard error of one worker, on its way to a sink."""
+    """Standard output or standard error of one worker, on its way to a sink: whole lines, each with a prefix.
+
+    Args:
+        file: The read end of the worker's pipe. It becomes non-blocking. A closed file raises `ValueError`.
+        prefix: What to put before each line; may be empty.
+        sink: Where the lines go.
+        before_copy: Called when bytes were read and before they are copied. It may call `set_prefix`.
+
+    Attributes:
+        file: The read end of the worker's pipe.
+        sink: Where the lines go.
+        watched: True while the event loop polls the file; the event loop sets it.
+    """
 
     def __init__(
         self, file: IO[bytes], prefix: bytes, sink: Sink, before_copy: Callable[[], None] = lambda: None
     ) -> None:
-        """Prepares to copy a worker's output, and makes the file non-blocking. Raises `OSError` if the file is closed.
+        """Prepares to copy a worker's output, and makes the file non-blocking; reads nothing yet.
 
         Args:
-            file: The read end of the worker's pipe.
-            prefix: What to put before each line.
+            file: The read end of the worker's pipe. A closed file raises `ValueError`.
+            prefix: What to put before each line; may be empty.
             sink: Where the lines go.
-            before_copy: Called when bytes were read and before they are copied. It may call `set_prefix`.
+            before_copy: Called when bytes were read and before they are copied. It may call `set_prefix`. By default it
+                does nothing.
         """
         self.file = file
         self.sink = sink
@@ -165,7 +187,8 @@ class WorkerStream:
     def read(self) -> bool:
         """Copies the available bytes of the worker to the sink, 64 KiB at most, without waiting.
 
-        Returns True if bytes were copied; False at the end of the file, or if no bytes are available.
+        Returns True if bytes were copied; False at the end of the file, or if no bytes are available. An unfinished
+        line waits for the next call. Raises `ValueError` after `close`.
         """
         try:
             data = os.read(self.file.fileno(), 1 << 16)
@@ -176,17 +199,24 @@ class WorkerStream:
         return bool(data)
 
     def set_prefix(self, prefix: bytes) -> None:
-        """Changes what is put before each line from now on."""
+        """Changes what is put before each line from now on, an unfinished line included."""
         self._lines.prefix = prefix
 
     def drain(self) -> None:
-        """Copies the available bytes to the sink, about a megabyte at most, and ends an unfinished line."""
+        """Copies the available bytes to the sink, about a megabyte at most, and ends an unfinished line.
+
+        If no bytes are available, only ends the unfinished line, if there is one. Does not wait. Raises `ValueError`
+        after `close`.
+        """
         for _ in range(16):  # bounded, because a child of the worker may go on writing for ever
             if not self.read():
                 break
         self.sink.put(self._lines.finish())
 
     def close(self) -> None:
-        """Copies the available bytes as `drain` does, then closes the file."""
+        """Copies the available bytes to the sink, about a megabyte at most, and closes the file.
+
+        Ends an unfinished line. Call it once: a second call raises `ValueError`.
+        """
         self.drain()
         self.file.close()

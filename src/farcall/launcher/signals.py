@@ -23,8 +23,9 @@ FORWARDED_SIGNALS: Final = (*END_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 def signals_as_bytes() -> Iterator[int]:
     """Context manager: yields the descriptor of a pipe on which signals arrive, each as one byte: its number.
 
-    These are `FORWARDED_SIGNALS` and SIGCHLD. Signals that were ignored before stay ignored. Restores the earlier
-    signal handlers at the end of the block. Raises `ValueError` outside of the main thread.
+    These are `FORWARDED_SIGNALS` and SIGCHLD. Signals that were ignored before stay ignored, except SIGCHLD. Bytes that
+    do not fit into a full pipe are lost. Restores the earlier signal handlers and closes the pipe at the end of the
+    block. Raises `ValueError` outside of the main thread.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)

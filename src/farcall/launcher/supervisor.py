@@ -46,7 +46,8 @@ _CAUSE_WAIT_S: Final = 5.0
 class _NextAction(Enum):
     """What happens to a worker when its deadline (`_Worker.due`) is reached.
 
-    `ASK` sends SIGTERM, `KILL` sends SIGKILL, and `LEAVE` gives a process up that has survived SIGKILL.
+    `NOTHING` means that no deadline is set. `ASK` sends SIGTERM, `KILL` sends SIGKILL, and `LEAVE` gives up on a
+    process that has survived SIGKILL.
     """
 
     NOTHING = auto()
@@ -61,6 +62,14 @@ class _Worker:
     Args:
         process: Its process.
         streams: Its standard output and standard error.
+
+    Attributes:
+        process: Its process.
+        streams: The streams that are still open.
+        code: How its process ended: the exit status, or minus the signal that killed it; None while it runs.
+        rest_asked: True once the rest of its process group was asked to end.
+        next: What happens when `due` is reached.
+        due: The moment of the next action, in seconds of `time.monotonic()`; infinity for never.
     """
 
     def __init__(self, process: WorkerProcess, streams: list[WorkerStream]) -> None:
@@ -76,21 +85,32 @@ class _Worker:
         self.due = math.inf
 
     def plan(self, what: _NextAction, due: float) -> None:
-        """Sets the next action, and when it is due in seconds of `time.monotonic`. Replaces the earlier plan."""
+        """Sets the next action, and when it is due in seconds of `time.monotonic()`. Replaces the earlier plan."""
         self.next = what
         self.due = due
 
 
 class Supervisor:
-    """Runs one group of workers until it ends. Use it once, in the main thread."""
+    """Starts the workers of one group and waits until all have ended. If one fails, ends the others.
+
+    `Supervisor(plans, grace).run()` returns the exit status. Use it once, in the main thread.
+
+    Args:
+        plans: The workers to start, in the order of their ranks; at least one, else `ValueError` is raised.
+        grace: Seconds between SIGTERM and SIGKILL; 0 or more, which is not checked.
+        environ: The environment variables that tell whether the output is coloured: NO_COLOR, FORCE_COLOR and TERM.
+    """
 
     def __init__(self, plans: Sequence[WorkerPlan], grace: float, environ: Mapping[str, str] = os.environ) -> None:
         """Prepares the run; nothing is started yet.
 
         Args:
-            plans: The workers to start, in the order of their ranks; at least one.
-            grace: Seconds between SIGTERM and SIGKILL; 0 or more.
-            environ: The environment variables that tell whether the output is coloured; see `wants_colour`.
+            plans: The workers to start, in the order of their ranks; at least one, else `ValueError` is raised.
+            grace: Seconds between SIGTERM and SIGKILL; 0 or more, which is not checked.
+            environ: The environment variables that tell whether the output is coloured: NO_COLOR, FORCE_COLOR and TERM.
+
+        Raises:
+            OSError: Standard output or standard error of this process is closed.
         """
         self._plans = plans
         self._grace = grace
@@ -112,7 +132,12 @@ class Supervisor:
         """Starts the workers, waits until all have ended, and returns the exit status of the run.
 
         The status is 0 if all workers ended with 0, otherwise that of the first failure. A worker that cannot be
-        started counts as a failure with status 1.
+        started counts as a failure with status 1. A worker that a signal killed counts as 128 plus the number of the
+        signal.
+
+        Raises:
+            ValueError: This is not the main thread.
+            OSError: The system has no descriptors or processes left for the launcher itself. No worker was started.
         """
         with ExitStack() as stack:
             stack.enter_context(self._selector)
@@ -130,7 +155,10 @@ class Supervisor:
         return self._status or 0
 
     def _start(self) -> None:
-        """Starts the workers one after the other, and stops at the first that cannot be started."""
+        """Starts the workers one after the other; the first that cannot be started ends the run with status 1.
+
+        No more are started then, and those that run are asked to end.
+        """
         for index, plan in enumerate(self._plans):
             environment = {**plan.environment, LAUNCHER_VARIABLE: self._reports.name}
             try:
@@ -147,17 +175,28 @@ class Supervisor:
             self._workers.append(_Worker(process, streams))
 
     def _prefix(self, name: str, index: int, sink: Sink) -> bytes:
-        """Returns what to write before each line of a worker on one of the launcher's streams."""
+        """Returns what to write before each line of a worker: its name and a bar, as in "worker1 | ".
+
+        `index` is the number of the worker, from 0 on, which decides its colour. `sink` is the stream of the launcher
+        to which the lines go: the name is coloured only if that stream shows colours.
+        """
         return make_prefix(name, self._name_width, index, self._is_coloured[sink])
 
     def _is_busy(self) -> bool:
-        """Returns True while there are workers, or output to write and time left for it."""
+        """Returns True while workers are left, or while the launcher has output that it may still write; else False.
+
+        Without workers, output may be written until `_flush_until`, a time of `time.monotonic()`.
+        """
         if self._workers:
             return True
         return any(sink.pending for sink in self._sinks()) and time.monotonic() < self._flush_until
 
     def _step(self) -> None:
-        """Waits for events or the next deadline, and handles them. Returns after one round."""
+        """Waits for events or the next deadline, handles them, and returns after one round.
+
+        Events are output of workers, room in the launcher's own streams, signals and reports. Without a deadline it
+        waits until an event comes.
+        """
         self._update_watches()
         for key, _ in self._selector.select(self._seconds_to_next_deadline()):
             key.data()
@@ -169,11 +208,14 @@ class Supervisor:
             self._fail(128 + signal.SIGPIPE)
 
     def _sinks(self) -> set[Sink]:
-        """Returns the launcher's streams; one if standard output and standard error are the same."""
+        """Returns the launcher's streams: two, or one if standard output and standard error lead to the same place."""
         return {self._out, self._err}
 
     def _seconds_to_next_deadline(self) -> float | None:
-        """Returns how many seconds `_step` may wait for events; 0 if a deadline has passed, None if there is none."""
+        """Returns how many seconds the event loop may wait; 0 if a deadline has passed, None if there is none.
+
+        While ended workers have process groups that must be checked, it is at most `_GROUP_POLL_INTERVAL_S`.
+        """
         due = min([worker.due for worker in self._workers], default=self._flush_until)
         if self._status is None:
             due = min(due, self._consequence_counts_at)
@@ -184,7 +226,11 @@ class Supervisor:
     # -- output
 
     def _update_watches(self) -> None:
-        """Watches worker outputs whose sink has room, and sinks that have bytes to write; stops watching all others."""
+        """Sets what the event loop waits for: output of workers, and room in the launcher's own streams.
+
+        Output of a worker is watched while the launcher's stream for it has room. A stream of the launcher is watched
+        while there are bytes to write to it.
+        """
         for sink in self._sinks():
             watched = sink.fd in self._selector.get_map()
             if sink.pending and not watched:
@@ -203,34 +249,39 @@ class Supervisor:
                 stream.watched = room
 
     def _read_or_close(self, worker: _Worker, stream: WorkerStream) -> None:
-        """Copies output of a worker, and closes the stream at its end."""
+        """Copies the output of a worker that is available now, and closes the stream at its end."""
         if not stream.read():
             self._close(worker, stream)
 
     def _close(self, worker: _Worker, stream: WorkerStream) -> None:
-        """Copies what is left of a worker's stream, closes it and stops watching it."""
+        """Copies what is left of a worker's stream, closes it, and removes it from the worker and the selector."""
         if stream.watched:
             self._selector.unregister(stream.file)
         stream.close()
         worker.streams.remove(stream)
 
     def _report(self, text: str) -> None:
-        """Queues a line of the launcher's own for standard error, after `farcall run: `. Never waits."""
+        """Queues a line of the launcher's own for standard error: `farcall run: ` and `text`. Never waits."""
         self._err.put(f"farcall run: {text}\n".encode(errors="surrogateescape"))
 
     # -- signals
 
     def _read_signals(self, fd: int) -> None:
-        """Reads the signals that have arrived on the pipe `fd`, and forwards each to the workers.
+        """Reads the signals that have arrived on the pipe `fd`, one byte each, and forwards each to the workers.
 
-        Ignores unknown ones.
+        Ignores signals that are not forwarded, such as SIGCHLD. Waits if none has arrived.
         """
         for number in os.read(fd, 1 << 12):
             if number in FORWARDED_SIGNALS:
                 self._forward(signal.Signals(number))
 
     def _forward(self, number: signal.Signals) -> None:
-        """Forwards a signal to all workers. A second SIGINT kills them instead."""
+        """Forwards a signal to all workers; the second SIGINT kills them instead.
+
+        SIGINT and SIGQUIT go to the whole process group of each worker, even if the worker itself has ended. Other
+        signals go only to the workers that run. If no worker is left, a signal that asks to end makes the launcher
+        discard its unwritten output.
+        """
         if number in END_SIGNALS:
             self._signalled_at = time.monotonic()
             if not self._workers:
@@ -249,7 +300,7 @@ class Supervisor:
             self._report(f"interrupted: forwarded to {_count(len(self._workers))}; interrupt again to kill")
 
     def _kill_all(self) -> None:
-        """Kills all workers now, and ends the run with the status of SIGINT."""
+        """Kills all workers and their process groups now; the run gets the status 130 (SIGINT) if it has none yet."""
         self._report(f"interrupted twice: killing {_count(len(self._workers))}")
         self._fail(128 + signal.SIGINT)
         for worker in self._workers:
@@ -258,9 +309,11 @@ class Supervisor:
     # -- ends
 
     def _handle_ended_workers(self) -> None:
-        """Finds the workers that have ended, and decides the status of the run if one of them failed.
+        """Finds the workers that have ended since the last call; if one of them failed, decides the status of the run.
 
-        Else does nothing.
+        A worker that failed because of another worker does not decide at once. It decides when no worker runs any more,
+        or `_CAUSE_WAIT_S` seconds later, unless another failure has decided by then. Nothing is decided if no worker
+        has failed.
         """
         running = [worker for worker in self._workers if worker.code is None]
         for worker in running:
@@ -277,10 +330,11 @@ class Supervisor:
                 self._fail(*self._first_consequence)
 
     def _read_reports(self) -> None:
-        """Reads the reports and names that workers have sent (`exit_report`).
+        """Reads the names and reports that workers have sent; does nothing if there are none. Never waits.
 
-        A report says that a worker fails because of another one. Called when output was read and before it is copied:
-        what a worker prints after it has told its name, is printed with that name.
+        A report says that a worker fails because of another one. A name that a worker has sent is written before its
+        lines from now on. Call this after reading a worker's output and before copying it: then lines that follow the
+        name in the output are copied with that name.
         """
         self._reported |= self._reports.read()
         for pid, name in self._reports.take_names().items():
@@ -295,7 +349,7 @@ class Supervisor:
         """Ends the run with `status` because of a failed worker, and prints `reason`.
 
         If that worker has reported that it failed because of another one, the failure is only remembered. It counts if
-        no other failure comes in time.
+        no other failure comes within `_CAUSE_WAIT_S` seconds.
         """
         if worker.process.pid not in self._reported:
             self._fail(status, reason)
@@ -304,9 +358,10 @@ class Supervisor:
             self._consequence_counts_at = time.monotonic() + _CAUSE_WAIT_S
 
     def _fail(self, status: int, reason: str | None = None) -> None:
-        """Sets the exit status of the run, prints the reason, if there is one, and asks the other workers to end.
+        """Sets the exit status of the run, prints the reason unless it is None, and asks the other workers to end.
 
-        Does nothing if the run has a status already: the first failure decides.
+        The workers get SIGTERM. They get it now, or `grace` seconds after the launcher has forwarded a signal that asks
+        to end, if that is later. Does nothing if the run has a status already: the first failure decides.
         """
         if self._status is not None:
             return
@@ -318,7 +373,11 @@ class Supervisor:
             worker.plan(_NextAction.ASK, max(time.monotonic(), self._signalled_at + self._grace))
 
     def _handle_ended_groups(self) -> None:
-        """Removes ended workers whose process groups are empty, and asks the other groups of ended workers to end."""
+        """Looks for processes that ended workers have left in their process groups, and asks them to end.
+
+        A worker whose group is empty is removed. Otherwise the group gets SIGTERM once, and SIGKILL after the grace
+        period. Does nothing if no worker has ended.
+        """
         ended = [worker for worker in self._workers if worker.code is not None]
         if not ended:
             return
@@ -332,7 +391,10 @@ class Supervisor:
                 worker.plan(_NextAction.KILL, time.monotonic() + self._grace)
 
     def _act_on_deadlines(self) -> None:
-        """Carries out the next action of every worker whose deadline is over."""
+        """Carries out the next action of every worker whose deadline is over: SIGTERM, SIGKILL, or giving it up.
+
+        Does nothing if there is no such worker.
+        """
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.due <= now]:
             who = str(worker.process) if worker.code is None else f"a process started by {worker.process}"
@@ -347,7 +409,7 @@ class Supervisor:
                 self._remove(worker)
 
     def _kill(self, worker: _Worker) -> None:
-        """Sends SIGKILL to a worker's process group, and gives it `_KILL_WAIT_S` seconds to end."""
+        """Sends SIGKILL to a worker's process group, which has `_KILL_WAIT_S` seconds to end before it is given up."""
         worker.process.signal_group(signal.SIGKILL)
         worker.plan(_NextAction.LEAVE, time.monotonic() + _KILL_WAIT_S)
 
@@ -355,8 +417,8 @@ class Supervisor:
         """Copies the last output of a worker, reaps it and forgets it.
 
         Args:
-            worker: The worker.
-            within: How many seconds to wait for its end; 0 if it has ended.
+            worker: The worker, one of `_workers`.
+            within: How many seconds to wait for its end; 0 does not wait. A worker that still runs then is left behind.
         """
         for stream in list(worker.streams):
             self._close(worker, stream)
@@ -367,12 +429,15 @@ class Supervisor:
             self._flush_until = time.monotonic() + self._grace
 
     def _abandon(self) -> None:
-        """Kills and reaps all workers, in case the event loop itself has failed."""
+        """Kills and reaps the workers that are left; there are some only if the event loop has raised an error."""
         for worker in list(self._workers):
             worker.process.signal_group(signal.SIGKILL)
             self._remove(worker, _KILL_WAIT_S)
 
 
 def _count(number: int, kind: str = "") -> str:
-    """Returns `the worker` for 1, otherwise `the N workers`; `kind`, for example `other `, goes before the noun."""
+    """Returns `the worker` for 1, otherwise `the N workers`, also for 0.
+
+    `kind`, for example `other ` with a blank at its end, goes before the noun.
+    """
     return f"the {kind}worker" if number == 1 else f"the {number} {kind}workers"

@@ -28,23 +28,44 @@ _KEEPER_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Everything that is known about a worker before it starts: name, rank, command and environment variables."""
+    """Everything that is known about a worker before it starts. Nothing is checked.
+
+    Attributes:
+        name: The name of the worker, for messages and before its output.
+        rank: The rank of the worker, from 0 on, for messages.
+        command: The path of the program, and its arguments; at least the path.
+        environment: All environment variables of the worker; nothing is inherited.
+    """
 
     name: str
     rank: int
     command: Sequence[str]
-    """The path of the program, and its arguments."""
     environment: Mapping[str, str]
 
 
 class WorkerProcess:
-    """The process of a worker, in a process group of its own. The constructor starts it."""
+    """The process of a worker, in a process group of its own. The constructor starts it.
+
+    Args:
+        plan: What to start. A command that cannot be run makes the process exit with status 1 and a message.
+
+    Attributes:
+        plan: What was started.
+        name: The name of the worker: that of the plan, until the launcher sets the name that the worker has reported.
+        pid: Its process id, which is also the id of its process group.
+
+    Raises:
+        OSError: The system cannot create a process.
+    """
 
     def __init__(self, plan: WorkerPlan) -> None:
-        """Starts the worker. Raises `OSError` if the system cannot create a process.
+        """Starts the worker, without waiting for it. Must be called by the main thread, which is not checked.
 
         Args:
             plan: What to start. A command that cannot be run makes the process exit with status 1 and a message.
+
+        Raises:
+            OSError: The system cannot create a process.
         """
         bootstrap = [sys.executable, "-I", "-S", _BOOTSTRAP, str(os.getpid())]
         self._popen = subprocess.Popen(
@@ -63,7 +84,7 @@ class WorkerProcess:
 
     @property
     def outputs(self) -> tuple[IO[bytes], IO[bytes]]:
-        """The read ends of the worker's standard output and standard error."""
+        """The read ends of the worker's standard output and standard error, unbuffered. The caller closes them."""
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
         return self._popen.stdout, self._popen.stderr
@@ -71,7 +92,7 @@ class WorkerProcess:
     def poll(self) -> int | None:
         """Returns the exit status of the worker, or minus the signal that killed it; None while it runs.
 
-        Does not reap it.
+        Does not reap it, so it may be called again. Raises `ChildProcessError` after `reap` has reaped it.
         """
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is None:
@@ -79,13 +100,16 @@ class WorkerProcess:
         return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the worker's first process only. The process must not have been reaped."""
+        """Sends a signal to the worker's first process only; it has no effect on a process that has ended.
+
+        The process must not have been reaped: another process may have its pid then.
+        """
         os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
         """Sends a signal to the worker and all processes of its group. Processes of other users are skipped.
 
-        Raises `ProcessLookupError` if the group has no process any more.
+        Raises `ProcessLookupError` if the group has no process any more, which happens only after `reap`.
         """
         try:
             os.killpg(self.pid, number)
@@ -96,7 +120,7 @@ class WorkerProcess:
     def reap(self, within: float = 0.0) -> None:
         """Waits up to `within` seconds for the worker to end, and reaps it. Its pid may be reused afterwards.
 
-        Does nothing if the worker still runs then.
+        0 does not wait. Does nothing if the worker still runs then, or was reaped before.
         """
         try:
             self._popen.wait(within)
@@ -104,34 +128,38 @@ class WorkerProcess:
             pass
 
     def __str__(self) -> str:
-        """Returns name, rank and pid, for messages."""
+        """Returns name, rank and pid, for messages: "worker1 (rank 1, pid 4711)"."""
         return f"{self.name} (rank {self.plan.rank}, pid {self.pid})"
 
 
 class Keeper:
-    """The process that kills the workers' process groups if the launcher itself is killed; see the module `keeper`."""
+    """A process that kills the workers' process groups if the launcher itself is killed.
+
+    The constructor starts it. Call `watch` for each worker that was started, `forget` for each that has ended, and
+    `close` at the end.
+    """
 
     def __init__(self) -> None:
-        """Starts the process. Raises `OSError` if the system cannot create one."""
+        """Starts the process, in a session of its own. Raises `OSError` if the system cannot create one."""
         command = [sys.executable, "-I", "-S", _KEEPER]
         self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
     def watch(self, process: WorkerProcess) -> None:
         """Adds the process group of a worker to those that are killed if the launcher dies.
 
-        Does nothing if the keeper is gone.
+        Does nothing if the process of this keeper is gone.
         """
         self._send(f"+{process.pid}\n")
 
     def forget(self, process: WorkerProcess) -> None:
         """Removes the process group of a worker that has ended, so that it is not killed.
 
-        Does nothing if the keeper is gone.
+        Does nothing if it was not watched, or the process of this keeper is gone.
         """
         self._send(f"-{process.pid}\n")
 
     def _send(self, line: str) -> None:
-        """Sends a line to the process; does nothing if that process is gone."""
+        """Sends a line, with its line break, to the process; does nothing if that process is gone."""
         assert self._popen.stdin is not None
         try:
             self._popen.stdin.write(line.encode())
@@ -140,9 +168,10 @@ class Keeper:
             pass
 
     def close(self) -> None:
-        """Ends the process, which first kills the process groups of workers that `forget` was not called for.
+        """Ends the process, which first kills the process groups that were watched and not forgotten.
 
-        Waits for its end, for at most `_KEEPER_TIMEOUT_S` seconds before killing it.
+        Waits until the process has ended. If that takes more than `_KEEPER_TIMEOUT_S` seconds, kills it. May be called
+        again.
         """
         assert self._popen.stdin is not None
         self._popen.stdin.close()
@@ -157,7 +186,7 @@ def describe_end(code: int) -> str:
     """Returns how a worker ended: `exited with status 1`, or `was killed by SIGTERM`.
 
     Args:
-        code: A result of `WorkerProcess.poll` that is not None.
+        code: The exit status, or minus the signal that killed it, as `WorkerProcess.poll` returned it; not None.
     """
     if code >= 0:
         return f"exited with status {code}"
@@ -168,15 +197,15 @@ def describe_end(code: int) -> str:
 
 
 def exit_status(code: int) -> int:
-    """Returns the exit status for a result of `WorkerProcess.poll`, as a shell would report it.
+    """Returns the exit status that a shell would report for a result of `WorkerProcess.poll` that is not None.
 
-    That is the worker's own status, or 128 plus the number of the signal that killed it.
+    That is the worker's own status, or 128 plus the number of the signal that killed it, if `code` is negative.
     """
     return code if code >= 0 else 128 - code
 
 
 def live_groups() -> set[int]:
-    """Returns the ids of all process groups on this machine with a process that is not a zombie."""
+    """Returns the ids of all process groups on this machine with a process that is not a zombie. Reads `/proc`."""
     groups = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():

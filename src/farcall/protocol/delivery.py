@@ -26,12 +26,12 @@ M = TypeVar("M")
 
 
 class Link(Generic[M]):
-    """The numbered messages to and from one peer. `Delivery` has one for each peer."""
+    """The messages to and from one peer, as `Delivery` counts them. It is not a connection."""
 
     __slots__ = ("last", "received", "unacknowledged")
 
     def __init__(self) -> None:
-        """Creates the state of a peer to and from which no message was sent."""
+        """Creates the state for a new peer: nothing was sent to it, and nothing has arrived from it."""
         self.last = 0
         """The number of the last message to the peer; 0 before the first."""
         self.unacknowledged: dict[int, M] = {}
@@ -72,7 +72,10 @@ class Delivery(Generic[M]):
         self.links[peer] = Link()
 
     def lost(self, peer: Worker) -> None:
-        """Removes a peer that is gone for good, and drops all messages to it. Does nothing if the peer is unknown."""
+        """Removes a peer that is gone for good, and drops all messages to it.
+
+        Does nothing if the peer is unknown or lost already.
+        """
         self.links.pop(peer, None)
 
     def next_number(self, peer: Worker) -> int:
@@ -105,7 +108,8 @@ class Delivery(Generic[M]):
             lost or unknown.
 
         Raises:
-            ProtocolError: The numbers that have arrived have far too many gaps, which no correct peer causes.
+            ProtocolError: More than `MAX_RANGES` gaps would be in the numbers that have arrived. No correct peer causes
+                that. Nothing is changed.
         """
         link = self.links.get(peer)
         if link is None:
@@ -142,9 +146,12 @@ class Delivery(Generic[M]):
         return [self.links[peer].unacknowledged.pop(number) for number in self.kept_upto(peer, upto)]
 
     def kept_upto(self, peer: Worker, upto: int) -> list[int]:
-        """Returns the numbers of the messages that an acknowledgement is about. They are still kept.
+        """Returns the numbers of the unacknowledged messages to a peer up to and including `upto`. Changes nothing.
 
-        Returns an empty list if there are none, or if the peer is lost. Raises what `acknowledged` raises.
+        The numbers are ascending. Returns an empty list if there are none, or if the peer is lost or unknown.
+
+        Raises:
+            ProtocolError: No message with the number `upto` was sent yet.
         """
         link = self.links.get(peer)
         if link is None:
@@ -154,7 +161,10 @@ class Delivery(Generic[M]):
         return link.kept_upto(upto)
 
     def find(self, peer: Worker, number: int) -> M | None:
-        """Returns the message that `taken` would return. It is still kept."""
+        """Returns the message to a peer with this number. Changes nothing.
+
+        Returns None if the message was acknowledged or never sent, or if the peer is lost or unknown.
+        """
         link = self.links.get(peer)
         return link.unacknowledged.get(number) if link is not None else None
 
@@ -183,9 +193,9 @@ class Delivery(Generic[M]):
         return link is not None and bool(link.unacknowledged)
 
     def sent(self) -> int:
-        """Returns how many messages `send` has numbered for all peers that are not lost.
+        """Returns how many messages `send` has numbered, for all peers together that are not lost.
 
-        Each counts once, however often sent.
+        A message that is sent again keeps its number, so it counts once. Returns 0 if there are no peers.
         """
         return sum(link.last for link in self.links.values())
 

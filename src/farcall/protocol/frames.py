@@ -117,12 +117,12 @@ def milliseconds_left(seconds: float) -> int:
 
 
 def pack_call(call_id: int, callee: bytes, payload: bytes, seconds: float) -> bytes:
-    """Returns a CALL frame without references and annotations, as most calls are.
+    """Returns a CALL frame without references and annotations. Most calls have neither.
 
     Args:
         call_id: The id that the reply will have.
-        callee: What to run, as the module docstring lists it, at most `MAX_CALLEE_BYTES`; empty for a function by
-            value.
+        callee: What to run, as bytes, at most `MAX_CALLEE_BYTES`: for a function by name, its module, a zero byte and
+            its name. Empty for a function that is sent by value, as the first argument. The content is not checked.
         payload: The pickled arguments.
         seconds: The seconds that are left for the call; 0 for no limit.
 
@@ -140,12 +140,12 @@ def pack_request(
 
     Args:
         call_id: The id that the reply will have.
-        callee: What to run, as the module docstring lists it, at most `MAX_CALLEE_BYTES`; empty for a function by
-            value.
+        callee: What to run, as bytes, at most `MAX_CALLEE_BYTES`: for a function by name, its module, a zero byte and
+            its name. Empty for a function that is sent by value, as the first argument. The content is not checked.
         payload: The pickled arguments.
         milliseconds: The time that is left for the call (`milliseconds_left`); 0 for no limit.
-        kept: For a KEEP, the reference of the result and the caller's fork of it (`pack_handle`). Empty for a CALL.
-        references: The result of `pack_references`; empty for none, which only a CALL may have.
+        kept: The reference of the result and the caller's fork of it (`pack_handle`). Empty makes the frame a CALL.
+        references: The result of `pack_references`. May be empty in a CALL, but not in a KEEP; this is not checked.
         annotations: The result of `pack_annotations`; empty for none.
 
     Raises:
@@ -200,14 +200,18 @@ def pack_cancel(call_id: int) -> bytes:
 
 
 def pack_cancelled(call_id: int, has_started: bool) -> bytes:
-    """Returns the reply to a call that was cancelled or is too late: a FAILURE with the flag IS_CANCELLED."""
+    """Returns the reply to a call that was cancelled or has timed out: a FAILURE with the flag IS_CANCELLED.
+
+    `has_started` says whether the function had begun to run.
+    """
     return _pack(FAILURE, IS_CANCELLED | (HAS_STARTED * has_started), 0, 0, call_id)
 
 
 def pack_again(frame: bytes, seconds: float) -> bytes:
-    """Returns a copy of a KEEP frame without a call id, to be sent again on a new connection.
+    """Returns a copy of a KEEP frame with the call id 0, to be sent again on a new connection.
 
-    There, its old id could be that of another call. `seconds` is the time that is left now; 0 for no limit.
+    A KEEP is a call whose result stays at the callee. On the new connection, another call may have the old id. That
+    `frame` is a KEEP is not checked. `seconds` is the time that is left for the call; 0 for no limit.
     """
     return frame[:4] + _AGAIN.pack(milliseconds_left(seconds), 0) + frame[HEADER_SIZE:]
 

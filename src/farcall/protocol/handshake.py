@@ -62,42 +62,48 @@ class Purpose(IntEnum):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Sent first, by the connecting end: who it is, and which worker it wants."""
+    """The first message of a handshake, sent by the connecting end: who it is, and which worker it wants.
+
+    Attributes:
+        group: The id of this run of the group, so that two groups on one machine are not confused.
+        name: The name of the connecting worker.
+        rank: The rank of the connecting worker; -1 if it has none.
+        wanted: The name of the worker that the listening end should be; empty for a store.
+        number: The number of the connecting worker. With `host` and `addresses`, it lets a listening end that does not
+            know this worker yet add it to the group.
+        host: The kernel and network namespace of the connecting worker, from `network_identity`.
+        addresses: Where the connecting worker listens.
+        wanted_number: The number of the wanted worker. After a restart, the worker of that name has another number.
+        dialed: The address that the connecting end has connected to; empty for a store that is not on loopback.
+        nonce: Random bytes that were never used before.
+        limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the connecting
+            end accepts; 0 if it does not say.
+        network: The kernel and the network namespace of the connecting end, if the connection is unencrypted and over
+            loopback; else empty. Each namespace has its own loopback. If the listening end is in another namespace, the
+            connection is relayed.
+    """
 
     group: Text
-    """The id of this run of the group, so that two groups on one machine are not confused."""
     name: Name
-    """The name of the connecting worker."""
     rank: Rank
-    """The rank of the connecting worker; -1 if it has none."""
     wanted: Name
-    """The name of the worker that the listening end should be; empty for a store."""
     number: WorkerNumber = 0
-    """The number of the connecting worker. With `host` and `addresses`, it lets a listening end that does not know this
-    worker yet add it to the group."""
     host: Text = ""
-    """The kernel and network namespace of the connecting worker, from `network_identity`."""
     addresses: Addresses = ()
-    """Where the connecting worker listens."""
     wanted_number: WorkerNumber = 0
-    """The number of the wanted worker. After a restart, the worker of that name has another number."""
     dialed: Text = ""
-    """The address that the connecting end has connected to; empty for a store that is not on loopback."""
     nonce: Token = b""
-    """Random bytes that were never used before."""
     limits: tuple[Size, Size] = (0, 0)
-    """The most bytes of a head (a frame without payload and buffers) and of a whole frame that the connecting end
-    accepts; 0 if it does not say."""
     network: Text = ""
-    """The kernel and the network namespace of the connecting end, if the connection is unencrypted and over loopback.
-    Each namespace has its own loopback. If the listening end is in another namespace, the connection is relayed."""
 
 
 class Challenge(msgspec.Struct, tag="challenge", frozen=True):
-    """The listening end's answer to `Hello`: it wants a proof that the connecting end knows the secret."""
+    """The listening end's answer to `Hello`: it wants a proof that the connecting end knows the secret.
+
+    The proof must cover `nonce`, random bytes that were never used before. So an old proof cannot be used again.
+    """
 
     nonce: Token
-    """Random bytes that were never used before."""
 
 
 class Proof(msgspec.Struct, tag="proof", frozen=True):
@@ -108,30 +114,37 @@ class Proof(msgspec.Struct, tag="proof", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """Sent by the listening end: it is the wanted worker or store, and accepts the connection."""
+    """Sent by the listening end: it is the wanted worker or store, and accepts the connection.
+
+    Attributes:
+        name: The name of the listening worker or store.
+        rank: The rank of the listening end; -1 if it has none.
+        number: The number of the listening worker.
+        limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the listening
+            end accepts; 0 if it does not say.
+    """
 
     name: Name
-    """The name of the listening worker or store."""
     rank: Rank
-    """The rank of the listening end; -1 if it has none."""
     number: WorkerNumber = 0
-    """The number of the listening worker."""
     limits: tuple[Size, Size] = (0, 0)
-    """The same as in `Hello`, for the listening end."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """Sent by the listening end: it refuses the connection, and closes it after this message."""
+    """Sent by the listening end: it refuses the connection, and closes it after this message.
+
+    Attributes:
+        reason: Why, as text for an error message.
+        gone: Whether the connecting worker has left the group, or the group has declared it lost.
+        stranger: Whether the connecting end does not know the secret.
+        encrypt: Whether the connecting end should connect again with TLS, because the two ends are in different network
+            namespaces. No proof is needed for that: a false request only makes the connection safer.
+    """
 
     reason: str
-    """Why, as text for an error message."""
     gone: bool = False
-    """Whether the connecting worker has left the group, or the group has declared it lost."""
     stranger: bool = False
-    """Whether the connecting end does not know the secret."""
     encrypt: bool = False
-    """Whether the connecting end should connect again with TLS, because the two ends are in different network
-    namespaces. No proof is needed for that: a false request only makes the connection safer."""
 
 
 Greeting: TypeAlias = Hello | Challenge | Proof | Welcome | Refused
@@ -141,7 +154,9 @@ _decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 
 
 def pack(purpose: Purpose, message: Greeting) -> bytes:
-    """Returns a message of the handshake with its preamble, ready to be sent.
+    """Returns the bytes of a message of the handshake. They begin with the preamble.
+
+    The preamble has `PREAMBLE_SIZE` bytes: magic number, version, purpose, and the length of the message.
 
     Args:
         purpose: What the connection is for.
@@ -157,13 +172,16 @@ def pack(purpose: Purpose, message: Greeting) -> bytes:
 
 
 def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_MESSAGE) -> int:
-    """Checks a preamble, and returns the length of the message after it in bytes, which may be 0.
+    """Checks a preamble: magic number, version, purpose and length. Returns the length of the message after it.
 
     Args:
-        preamble: The `PREAMBLE_SIZE` bytes that were received.
+        preamble: The first `PREAMBLE_SIZE` bytes that were received, not fewer.
         purpose: What the connection should be for.
         other: What error messages call the other end.
         limit: The most bytes that the message may have.
+
+    Returns:
+        The length in bytes, as the other end has announced it. It may be 0, although no valid message is empty.
 
     Raises:
         EncryptionError: The bytes are the beginning of TLS.

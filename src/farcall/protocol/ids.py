@@ -36,21 +36,24 @@ NO_TOKEN: Final = bytes(TOKEN_SIZE)
 class RRefId(NamedTuple):
     """The id of a reference, equal on all workers.
 
-    Only workers that were given the reference know its token, and an id with another token is not found in any table.
-    The lookup compares hashes of the whole id (Python's keyed hash) and not single bytes, so its duration says nothing
-    about the token.
+    Only workers that were given the reference know its token. An id with another token is not found in any table. The
+    lookup compares hashes of the whole id (Python's keyed hash), not single bytes, so its duration says nothing about
+    the token.
 
     Neither `str` nor `repr` shows the token, so that it does not get into logs, reports and error messages.
+
+    Attributes:
+        owner: The worker on which the value lives.
+        creator: The worker that created the reference.
+        number: Counts the references that the creator has created at this owner, from 1 on. 0 for an id that cannot be
+            used.
+        token: A random secret of `TOKEN_SIZE` bytes, drawn by the creator. `NO_TOKEN` for an id that cannot be used.
     """
 
     owner: Worker
-    """The worker on which the value lives."""
     creator: Worker
-    """The worker that created the reference."""
     number: int
-    """Counts the references that the creator has created at this owner, from 1 on. 0 for an id that cannot be used."""
     token: bytes = NO_TOKEN
-    """A random secret of `TOKEN_SIZE` bytes, drawn by the creator."""
 
     def __str__(self) -> str:
         return f"reference {self.creator}:{self.number} owned by {self.owner}"
@@ -60,12 +63,15 @@ class RRefId(NamedTuple):
 
 
 class ForkId(NamedTuple):
-    """The id of a fork, that is of one worker's copy of a reference."""
+    """The id of a fork, that is of one worker's copy of a reference.
+
+    Attributes:
+        creator: The worker that made the fork, for itself or for another worker.
+        number: Counts the forks that the creator has made, from 1 on.
+    """
 
     creator: Worker
-    """The worker that made the fork, for itself or for another worker."""
     number: int
-    """Counts the forks that the creator has made, from 1 on."""
 
     def __str__(self) -> str:
         return f"fork {self.creator}:{self.number}"

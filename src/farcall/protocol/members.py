@@ -29,16 +29,20 @@ _64_BITS: Final = 2**64 - 1
 
 
 class Learned(NamedTuple):
-    """The part of some news that was new to a view of the group. Truthy if anything was new."""
+    """The part of some news that was new to a view of the group. Truthy if anything was new.
+
+    Attributes:
+        joined: The members that were not known before.
+        left: The numbers of workers that are now known to have left, as pairs of first and last number.
+        lost: The numbers of workers that are now known to be lost, as pairs of first and last number.
+        removed: The workers in `left` and `lost` that were members until now. Each comes with True if it has left, and
+            with False if it was lost.
+    """
 
     joined: list[Member]
-    """The members that were not known before."""
     left: list[Range]
-    """The numbers that are gone now because they have left, as pairs of first and last number."""
     lost: list[Range]
-    """The numbers that are gone now because they were lost, as pairs of first and last number."""
     removed: list[tuple[Member, bool]]
-    """The members among the numbers that are gone now, each with True if it has left and False if it was lost."""
 
     def __bool__(self) -> bool:
         return bool(self.joined or self.left or self.lost)
@@ -81,7 +85,10 @@ class Members:
     # What is learned
 
     def is_new(self, news: News) -> bool:
-        """Returns whether news has a member or a gone number that this view does not know; False for empty news."""
+        """Returns whether news says anything new to this view: an unknown member, or that a worker is gone.
+
+        Returns False for empty news.
+        """
         for member in news.members:
             if member.number not in self.here and member.number not in self.gone:
                 return True
@@ -128,12 +135,11 @@ class Members:
         learned.joined.append(member)
 
     def _part(self, first: Worker, last: Worker, left: bool, learned: Learned) -> None:
-        """Marks the numbers from `first` to `last` as gone, and removes the members among them.
+        """Marks the workers from `first` to `last` as gone, and removes the members among them.
 
-        Adds what is new to `learned`.
-
-        `left` says whether they have left; otherwise they were lost. Raises `ProtocolError` if it is not a range of
-        workers' numbers.
+        They have left if `left` is True, and were lost if it is False. Adds to `learned` what this view did not know.
+        Raises `ProtocolError` if `first` is negative or `last` is above `LARGEST`. Does nothing if `first` is above
+        `last`.
         """
         for piece in self.gone.missing(first, last):
             self.gone.add(*piece)
@@ -152,7 +158,11 @@ class Members:
         return member
 
     def _remember_leavers(self, first: Worker, last: Worker) -> None:
-        """Remembers that the workers from `first` to `last` have left. Forgets the oldest beyond `REMEMBERED`."""
+        """Remembers that the workers from `first` to `last` have left.
+
+        At most `REMEMBERED` workers are remembered in all. If there are more, those that were noted first are
+        forgotten.
+        """
         for number in range(max(first, last - REMEMBERED + 1), last + 1):
             self._left[number] = None
             if len(self._left) > REMEMBERED:
@@ -213,9 +223,10 @@ class Members:
         return News(tuple(members), self._leavers_among(gone), tuple(gone))
 
     def _leavers_among(self, ranges: list[Range]) -> tuple[Range, ...]:
-        """Returns the workers in these ranges that are remembered as having left, as ranges; an empty tuple for none.
+        """Returns which workers of these ranges are remembered as having left, as ranges; an empty tuple for none.
 
-        News may name them among the lost as well: `learn` reads the workers that have left first.
+        A `News` may have the same workers in `lost` too. Then `left` decides, because `learn` processes `left` before
+        `lost`.
         """
         if not ranges or not self._left:
             return ()
@@ -247,12 +258,14 @@ class Members:
         return self._from(start, -1, number, count)
 
     def _from(self, start: int, step: int, number: Worker, count: int) -> list[Worker]:
-        """Returns up to `count` members from an index of the ring on, without `number`; an empty list for no others.
+        """Returns up to `count` members, beginning at an index of the ring.
+
+        Returns an empty list if there are no members, or `number` is the only one.
 
         Args:
-            start: The index, which may be out of range: the ring is closed.
+            start: The index. It may be out of range, because the ring is closed.
             step: 1 for forwards, -1 for backwards.
-            number: The worker to leave out.
+            number: The worker to leave out. If it is a member, it must come last in this order.
             count: The most members to return.
         """
         ring = self._ring

@@ -170,8 +170,8 @@ class Membership:
 
         Returns:
             `MemberJoined` for each other member. If `announce` is True, also messages that make this worker known, and
-            one that asks a member for what this worker does not know. Only `Expelled` if a newer worker has this
-            worker's name.
+            a `Compare` to one member, which answers with the news that this worker lacks. Only `Expelled` if a newer
+            worker has this worker's name.
         """
         learned = self.members.learn(News((*members, self.me)))
         if self.me.number not in self.members.here:

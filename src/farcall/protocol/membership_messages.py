@@ -22,58 +22,74 @@ _Ranges: TypeAlias = Annotated[tuple[tuple[WorkerNumber, WorkerNumber], ...], ms
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A worker of the group, and its addresses. The fields of a member never change."""
+    """A worker of the group, and its addresses. The fields of a member never change.
+
+    Attributes:
+        number: No other worker ever has this number, nor does the same worker after a restart.
+        name: The name of the worker. If two members have one name, it belongs to the one with the higher number.
+        rank: The rank of the worker; -1 if it has none.
+        host: The kernel and network namespace of the worker, as text from `network_identity`.
+        addresses: Where the worker listens, as in `tcp:192.0.2.7:4000`.
+    """
 
     number: WorkerNumber
-    """No other worker ever has this number, nor does the same worker after a restart."""
     name: Name
-    """The name of the worker. It belongs to the member with the highest number."""
     rank: Rank
-    """The rank of the worker; -1 if it has none."""
     host: Text
-    """The kernel and network namespace of the worker, as text from `network_identity`."""
     addresses: Addresses = ()
-    """Where the worker listens, as in `tcp:192.0.2.7:4000`."""
 
 
 # Messages
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A heartbeat. The receiver answers with `Ack`."""
+    """A heartbeat. The receiver answers with `Ack`.
+
+    `digest` is a number of the sender's view of the group. Equal views have equal digests.
+    """
 
     digest: Digest
-    """A number that is equal for equal views of the group: that of the sender's view."""
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The answer to `Ping`."""
+    """The answer to `Ping`.
+
+    `digest` is a number of the view of the worker that answers. Equal views have equal digests.
+    """
 
     digest: Digest
-    """The digest of the view of the worker that answers."""
 
 
 class News(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Says which workers are members, which have left and which were lost.
 
     A worker that is named both as a member and as gone is gone.
+
+    Attributes:
+        members: The members.
+        left: The numbers of workers that have left, as pairs of first and last number.
+        lost: The numbers of workers that were lost, as pairs of first and last number. A number that is also in `left`
+            has left.
     """
 
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     left: _Ranges = ()
-    """The numbers of workers that have left, as pairs of first and last number."""
     lost: _Ranges = ()
-    """The numbers of workers that were lost, as pairs of first and last number. A number that is also in `left` has
-    left."""
 
 
 class Compare(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The numbers in the sender's view. The receiver sends what the sender lacks, and asks for what it lacks itself."""
+    """Says which numbers are in the sender's view of the group.
+
+    The receiver answers with a `News` for what only its own view has, and with a `Wanted` for what only the sender's
+    has. It does not answer if the views are equal.
+
+    Attributes:
+        here: The numbers of the members, as pairs of first and last number.
+        gone: The numbers of the workers that have left or were lost, as pairs of first and last number.
+    """
 
     here: _Ranges
-    """The numbers of the members, as pairs of first and last number."""
     gone: _Ranges
-    """The numbers of the workers that have left or were lost, as pairs of first and last number."""
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -161,12 +177,15 @@ def _ranges_in(message: Message) -> _Ranges:
 
 
 class Started(NamedTuple):
-    """This worker has its number and knows some members."""
+    """This worker has its number and knows some members.
+
+    Attributes:
+        members: The members that it knows.
+        announce: True if the other members do not know this worker yet, so that it must tell them.
+    """
 
     members: tuple[Member, ...]
-    """The members that it knows."""
     announce: bool
-    """False if all members know this worker already."""
 
 
 class MessageReceived(NamedTuple):
@@ -177,10 +196,9 @@ class MessageReceived(NamedTuple):
 
 
 class Ticked(NamedTuple):
-    """The time that `Membership.next_tick` returned has come."""
+    """The time that `Membership.next_tick` returned has come. `now` is the current time of the monotonic clock."""
 
     now: float
-    """The current time of the monotonic clock."""
 
 
 class PeerHeard(NamedTuple):

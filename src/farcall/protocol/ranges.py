@@ -35,7 +35,10 @@ def mixed(number: int) -> int:
 
 
 class Ranges:
-    """A set of numbers from 0 to `LARGEST`, stored as ranges."""
+    """A set of numbers from 0 to `LARGEST`, stored as ranges.
+
+    A range is a pair of first and last number, both included.
+    """
 
     __slots__ = ("_firsts", "_lasts", "digest")
 
@@ -43,7 +46,7 @@ class Ranges:
         """Creates a set with the numbers of these ranges, which may overlap; an empty set for none.
 
         Raises:
-            ProtocolError: A range is not valid; see `add`.
+            ProtocolError: A range begins below 0, ends above `LARGEST`, or ends before it begins.
         """
         self._firsts: list[int] = []
         self._lasts: list[int] = []
@@ -56,7 +59,8 @@ class Ranges:
         """Adds all numbers from `first` to `last`, whether or not some are in the set already.
 
         Raises:
-            ProtocolError: `first` is negative or greater than `last`, or `last` is too large. Nothing is changed.
+            ProtocolError: `first` is negative or greater than `last`, or `last` is greater than `LARGEST`. Nothing is
+                changed.
         """
         if not 0 <= first <= last <= LARGEST:
             raise ProtocolError(f"{first} to {last} is no range of workers' numbers")

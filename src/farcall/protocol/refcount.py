@@ -128,7 +128,7 @@ class UserFork:
     __slots__ = ("children", "dropped", "parent", "reference", "state")
 
     def __init__(self, reference: RRefId, state: ForkState, parent: Worker | None) -> None:
-        """Creates a fork whose handle is in use and that was not passed on.
+        """Creates a fork that was not dropped and was not passed on to other workers.
 
         Args:
             reference: The reference of which this is a fork.
@@ -245,7 +245,9 @@ class ReferenceCounts:
         return reference, fork
 
     def cancel_create(self, fork: ForkId) -> None:
-        """Undoes the last `create_remote` for an owner, because nothing about the reference was sent.
+        """Undoes `create_remote`, because nothing about the reference was sent.
+
+        No id of another reference of the same owner may have been made since then. That is not checked.
 
         Args:
             fork: The fork that `create_remote` returned.
@@ -259,9 +261,10 @@ class ReferenceCounts:
     # Looking
 
     def may_still_be_created(self, reference: RRefId, claimant: Worker = NO_CLAIMANT) -> bool:
-        """Returns whether a reference of this owner may still be created: a use of it has overtaken its creation.
+        """Returns whether a reference of this owner does not exist yet, but can still be created.
 
-        If so, the reference is noted, and refused later if the creator creates it with another token or is lost.
+        If so, the reference is noted. This is for a message that uses a reference and arrives before the creator's
+        request. A noted reference is refused later if the creator creates it with another token, or is lost.
 
         Args:
             reference: The reference.
@@ -269,7 +272,7 @@ class ReferenceCounts:
 
         Returns:
             False if the reference exists, was released or refused, if its creator is not in the group, or if `claimant`
-            has named `MAX_CLAIMS` such references.
+            has named `MAX_CLAIMS` references that do not exist yet.
         """
         owned = self.owned.get(reference)
         if owned is not None:
@@ -279,7 +282,10 @@ class ReferenceCounts:
         return self._may_be_created(reference) and self._add_claim(reference, claimant)
 
     def is_empty(self) -> bool:
-        """Returns whether this worker owns no reference, holds no fork, and has noted no reference."""
+        """Returns whether this worker owns no reference, holds no fork, and has noted no reference.
+
+        A noted reference is one that was named here before its creator's request arrived.
+        """
         return not self.owned and not self.held and not self.noted
 
     # Workers come and go
@@ -302,10 +308,11 @@ class ReferenceCounts:
             lost: The worker.
 
         Returns:
-            `ReleaseValue` for values that only `lost` held; `ForkRefused` and `RefuseHandle` for noted references that
-            it has not created; `OrphanHandle` for held forks of its values; `ForkRequest` to the owners of unreported
-            forks whose parent it held; and `UserDeleted` or `ChildAccepted` for dropped forks that only waited for it.
-            An empty list if nothing depends on it.
+            `ReleaseValue` for each value that only `lost` held. `ForkRefused` and `RefuseHandle` for each reference
+            that was used here and that `lost` should have created. `OrphanHandle` for each held fork of a value of
+            `lost`. `ForkRequest` for each fork that `lost` passed to this worker, if the owner was not asked to count
+            it before. `UserDeleted` or `ChildAccepted` for each dropped fork that only waited for `lost`. An empty list
+            if nothing depends on `lost`.
 
         Raises:
             ProtocolError: The worker is not in the group, or is this worker. Nothing is changed.
@@ -341,7 +348,7 @@ class ReferenceCounts:
         return effects
 
     def _refuse_noted(self, reference: RRefId, owned: OwnedEntry) -> list[Effect]:
-        """Marks a noted reference as refused, because it will never be created.
+        """Marks a reference that was named before its creation as refused, because it will never be created.
 
         Returns `ForkRefused` to the holders of forks that wait for it, and `RefuseHandle` for all uses at this worker.
         """
@@ -361,7 +368,8 @@ class ReferenceCounts:
             reference: The id, from `new_reference`.
 
         Returns:
-            Refusals of noted references with the same number and another token; nearly always an empty list.
+            `RefuseHandle` and similar effects for references with the same number and another token, if other workers
+            have named such before; nearly always an empty list.
 
         Raises:
             ProtocolError: This worker is not both owner and creator of the reference, or the reference was created
@@ -392,8 +400,8 @@ class ReferenceCounts:
             fork: The fork that `create_remote` returned.
 
         Returns:
-            `ConfirmHandle`. If the handle was dropped meanwhile: `UserDeleted` to the owner instead, or an empty list
-            if children of the fork are not settled yet.
+            `ConfirmHandle`. If the handle was dropped meanwhile: `UserDeleted` to the owner instead. If it was dropped,
+            and was passed to workers whose forks the owner does not count yet: an empty list.
 
         Raises:
             ProtocolError: This worker has not asked to create this reference with this fork, or the fork was confirmed
@@ -474,10 +482,10 @@ class ReferenceCounts:
             sender: The worker that sent the message.
 
         Returns:
-            If this worker owns the reference: `ChildAccepted` to the sender, unless that is this worker or gone, and
-            `RefuseHandle` if there is no value. If the sender owns it: `ConfirmHandle`. If the owner is not in the
-            group any more: `OrphanHandle`. In all other cases the fork is unreported, and the list is empty; if the
-            sender is gone, it has `ForkRequest` to the owner.
+            If this worker owns the reference: `RefuseHandle` if there is no value, and `ChildAccepted` to the sender,
+            unless the sender is this worker or is gone. If the sender owns the reference: `ConfirmHandle`. If the owner
+            is not in the group any more: `OrphanHandle`. Otherwise, if the sender is gone: `ForkRequest` to the owner.
+            In all other cases an empty list: the owner is not asked yet to count the fork.
 
         Raises:
             ProtocolError: The sender did not make that fork, or this worker holds it already. Nothing is changed.
@@ -500,9 +508,10 @@ class ReferenceCounts:
         return self._ask(fork, held) if parent is None else []
 
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
-        """Adds a handle of a reference that this worker owns.
+        """Adds a handle of a reference that this worker owns. `fork` is the fork that `sender` made for it.
 
-        Returns the effects that `receive_handle` lists for that.
+        Returns `RefuseHandle` if there is no value, and `ChildAccepted` to the sender, unless the sender is this worker
+        or is gone.
         """
         owned = self.owned.get(reference)
         if owned is None:
@@ -515,7 +524,9 @@ class ReferenceCounts:
         return effects + self._tell_parent(sender, reference, fork)
 
     def report_fork(self, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Asks the owner to count an unreported fork, because the program has kept its handle for a while.
+        """Asks the owner to count a fork that another worker passed to this one.
+
+        To be called when the program has kept the handle of the fork for a while.
 
         Args:
             reference: The reference of the fork.
@@ -534,9 +545,9 @@ class ReferenceCounts:
         return self._ask(fork, held)
 
     def _ask(self, fork: ForkId, held: UserFork) -> list[Effect]:
-        """Marks an unreported fork as requested, and returns the `ForkRequest` to its owner.
+        """Notes that the owner is asked to count a fork, and returns the `ForkRequest` to the owner.
 
-        Raises `KeyError` if the fork is not unreported.
+        Raises `KeyError` if the owner was asked before.
         """
         held.state = REQUESTED
         del self.unreported[fork]
@@ -550,10 +561,11 @@ class ReferenceCounts:
             fork: The fork of the handle; None for a handle of the owner itself.
 
         Returns:
-            For the last handle of a reference at its owner, if there are no forks: `ReleaseValue`. For a confirmed
-            fork: `UserDeleted` to the owner. For an unreported fork: `ChildAccepted` to the worker that passed it. An
-            empty list if other handles or forks exist, if the fork has to wait for its children or for the owner's
-            answer, or if it was refused or its owner lost.
+            For the last handle of a reference at its owner, if there are no forks: `ReleaseValue`. For a fork that the
+            owner has confirmed: `UserDeleted` to the owner. For a fork that the owner was not asked to count:
+            `ChildAccepted` to the worker that passed it. An empty list if other handles or forks exist, if the fork was
+            passed on and must wait for that, if the owner has not answered yet, or if the fork was refused or its owner
+            lost.
 
         Raises:
             ProtocolError: The owner has no handle of its own to drop, or the fork was dropped before. Nothing is
@@ -601,8 +613,9 @@ class ReferenceCounts:
             fork: The fork of it that the sender holds.
 
         Returns:
-            `ForkAccepted` to the workers that have asked to count forks before, and refusals of noted references with
-            the same number and another token; nearly always an empty list.
+            `ForkAccepted` to the workers that have asked before to count forks of the reference. `ForkRefused`,
+            `RefuseHandle` and similar effects if references with the same number and another token were named before.
+            Nearly always an empty list.
 
         Raises:
             ProtocolError: This worker is not the owner, the sender is not the creator, or the reference was created
@@ -634,10 +647,10 @@ class ReferenceCounts:
         return effects + [SendMessage(holder, ForkAccepted(reference, other)) for other, holder in noted]
 
     def _note(self, reference: RRefId, claimant: Worker) -> OwnedEntry:
-        """Adds and returns an entry for a reference that this owner does not know.
+        """Adds and returns an entry for a reference that `claimant` has named and that this owner does not know.
 
-        The reference is noted for `claimant`. If it cannot be created any more, or the claimant has named too many such
-        references, the entry is marked as refused.
+        The reference is also noted, until its creator's request arrives. If it cannot be created any more, or
+        `claimant` has named too many such references, the entry is marked as refused instead.
         """
         owned = self.owned[reference] = OwnedEntry(created=False)
         owned.refused = not (self._may_be_created(reference) and self._add_claim(reference, claimant))
@@ -659,7 +672,10 @@ class ReferenceCounts:
         return True
 
     def _forget_claim(self, reference: RRefId) -> None:
-        """Removes a reference from the noted ones. Does nothing if it is not noted."""
+        """Removes a reference from `noted`, the references that were named before their creation.
+
+        Does nothing if it is not there.
+        """
         noted = self.noted.get(reference[1:3], {})
         if reference in noted:
             self._uncount_claim(noted.pop(reference))
@@ -667,7 +683,7 @@ class ReferenceCounts:
                 del self.noted[reference[1:3]]
 
     def _forget_claims(self, key: tuple[Worker, int]) -> dict[RRefId, Worker]:
-        """Removes all noted references with this creator and number.
+        """Removes the references with this creator and number from `noted`, the references named before their creation.
 
         Returns the references, each with the worker that named it first; an empty dictionary if there are none.
         """
@@ -677,15 +693,19 @@ class ReferenceCounts:
         return noted
 
     def _uncount_claim(self, claimant: Worker) -> None:
-        """Counts one noted reference less for a claimant, which must have at least one."""
+        """Subtracts one from the number of references that `claimant` has named before their creation.
+
+        The number must be at least 1.
+        """
         self.claims[claimant] -= 1
         if not self.claims[claimant]:
             del self.claims[claimant]
 
     def _disown_claims(self, lost: Worker) -> list[Effect]:
-        """Keeps the noted references of a lost claimant under `NO_CLAIMANT`: other workers may wait for them as well.
+        """Counts the noted references of a lost worker for `NO_CLAIMANT` from now on.
 
-        Returns refusals of those beyond `MAX_CLAIMS`; usually an empty list.
+        A noted reference was named before its creation. Other workers may wait for it as well, so it is kept.
+        `NO_CLAIMANT` may have `MAX_CLAIMS` of them. Returns refusals of the rest; usually an empty list.
         """
         effects: list[Effect] = []
         named = [each for noted in self.noted.values() for each, claimant in noted.items() if claimant == lost]
@@ -696,9 +716,9 @@ class ReferenceCounts:
         return effects
 
     def _refuse_other_tokens(self, created: RRefId) -> list[Effect]:
-        """Removes the notes for the number of a reference that is created now.
+        """Removes the noted references that have the creator and number of `created`, which is created now.
 
-        Returns refusals of those with another token; usually an empty list.
+        Returns refusals of those with another token, such as `ForkRefused` and `RefuseHandle`; usually an empty list.
         """
         effects: list[Effect] = []
         for reference in self._forget_claims(created[1:3]):
@@ -707,7 +727,11 @@ class ReferenceCounts:
         return effects
 
     def _refuse_claim(self, reference: RRefId) -> list[Effect]:
-        """Returns refusals for all forks, handles and uses of a reference whose note was removed."""
+        """Refuses a reference that was named before its creation and will not be created.
+
+        Returns `ForkRefused` to the holders of its forks, `RefuseHandle`, and `ReleaseValue` if nothing holds the
+        reference. The caller has removed it from the noted ones.
+        """
         owned = self.owned.get(reference)
         if owned is None:  # it was only used, and somebody may be waiting for its value
             return [RefuseHandle(reference, None), ReleaseValue(reference)]
@@ -773,10 +797,12 @@ class ReferenceCounts:
         return held
 
     def _child_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Settles a child of a fork that this worker holds: the parent need not wait for it any more.
+        """Processes a message that says that the owner counts `fork`, or that `fork` has ended.
 
-        Returns `UserDeleted` or `ChildAccepted` for the parent if it was dropped and only waited for this child; else
-        an empty list. Raises `ProtocolError` if this worker did not make the child, or made it for another worker.
+        This worker had made `fork` for the sender, from a fork of its own, the parent. The parent need not wait for it
+        any more. Returns `UserDeleted` or `ChildAccepted` for the parent if the parent was dropped and only waited for
+        this; else an empty list. Raises `ProtocolError` if this worker did not make `fork`, or made it for another
+        worker.
         """
         if fork.creator != self.me:
             raise ProtocolError(f"{fork} was not made here")
@@ -810,10 +836,12 @@ class ReferenceCounts:
         return [new_tuple(SendMessage, (parent, told))] if parent in self.workers else []
 
     def _delete_if_done(self, fork: ForkId, held: UserFork) -> list[Effect]:
-        """Ends a fork that was dropped, has no unsettled children, and waits for no answer of the owner.
+        """Ends a held fork if it was dropped and need not wait for anything.
 
-        Returns `UserDeleted` to the owner, or `ChildAccepted` to the worker that passed an unreported fork. Returns an
-        empty list, with nothing changed, if the fork cannot end yet.
+        It must wait for an answer of the owner, and for the forks that were made from it, until the owner counts them
+        or they have ended. Returns `UserDeleted` to the owner. If the owner was never asked to count the fork, returns
+        `ChildAccepted` to the worker that passed it. Returns an empty list, with nothing changed, if the fork cannot
+        end yet.
         """
         if not held.dropped or held.children or held.state is REQUESTED:
             return []  # G2, and: a delete must not overtake its own request
@@ -823,7 +851,10 @@ class ReferenceCounts:
         return [new_tuple(SendMessage, (held.reference.owner, new_tuple(UserDeleted, (held.reference, fork))))]
 
     def _forget(self, fork: ForkId, held: UserFork) -> None:
-        """Removes a held fork and its unsettled children from all tables. Raises `KeyError` if it is not held."""
+        """Removes a held fork from all tables, and the forks made from it that it waits for.
+
+        Raises `KeyError` if this worker does not hold it.
+        """
         del self.held[fork]
         if held.state is UNREPORTED:
             del self.unreported[fork]
@@ -831,7 +862,7 @@ class ReferenceCounts:
             del self.parents[child]
 
     def _settle_child(self, held: UserFork, child: ForkId) -> None:
-        """Removes an unsettled child from its parent `held`, which need not wait for it any more."""
+        """Removes `child` from the forks that its parent `held` waits for. Raises `KeyError` if it is not there."""
         del held.children[child]
         del self.parents[child]
 

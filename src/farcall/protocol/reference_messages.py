@@ -112,9 +112,9 @@ class ConfirmHandle(NamedTuple):
 class RefuseHandle(NamedTuple):
     """Make every use of a handle raise: there is no value behind it.
 
-    With a fork: the owner has refused that fork, which this worker holds. Without a fork (None): this worker is the
-    owner. Every use of the reference must raise, by its own handles and by the forks that it has passed on. These still
-    count, so `ReleaseValue` follows when the last of them has ended.
+    If `fork` is not None, this worker holds that fork, and the owner has refused it. If `fork` is None, this worker is
+    the owner: every use of the reference must raise, also by other workers. The owner still counts its own handles and
+    the forks that it has passed on. `ReleaseValue` follows when all of them have ended.
     """
 
     reference: RRefId

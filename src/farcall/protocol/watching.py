@@ -60,12 +60,13 @@ _EARLY: Final = 0.01
 
 
 def check_heartbeat(interval: float, patience: float) -> None:
-    """Checks the options `heartbeat_interval` and `heartbeat_patience`, which are the two arguments, in seconds.
+    """Checks the options `heartbeat_interval` and `heartbeat_patience`, both in seconds.
 
-    The first is how often a watched worker gets a heartbeat, the second how long it must be silent before it is lost.
+    `interval` is how often a watched worker gets a heartbeat. The second argument is the timeout: how long a worker
+    must be silent before it is declared lost.
 
     Raises:
-        UsageError: The first is not positive, or the second is less than three times the first.
+        UsageError: `interval` is not positive, or the timeout is shorter than three intervals.
     """
     if not 0 < interval * SHORTEST_PATIENCE <= patience:
         raise UsageError(
@@ -143,7 +144,7 @@ class Watching:
             now: The current time of the monotonic clock. A time before that of the last call does not move the clock.
 
         Returns:
-            Whether a new turn has begun, so that workers should be pinged.
+            Whether a new turn (a third of an interval) has begun, so that workers should be pinged.
         """
         gap = 0.0 if self._now is None else max(0.0, now - self._now)
         self._now = now
@@ -177,10 +178,12 @@ class Watching:
     # Whom to watch
 
     def look_further(self) -> bool:
-        """Makes `span` grow while no watched worker answers, and shrink again when one does.
+        """Changes `span`, the number of successors on the ring that this worker should watch.
+
+        It grows while no watched worker answers, and shrinks again when one does.
 
         Returns:
-            Whether `span` has changed. False after a late tick, when answers may be unread.
+            Whether `span` has changed. False if the last `advance` came late, because answers may be unread then.
         """
         if self._just_back:
             return False
@@ -196,7 +199,9 @@ class Watching:
         return self.span != before
 
     def follow(self, neighbours: Iterable[Worker]) -> None:
-        """Watches these workers from now on, in this order, and no others. What is known about watched ones is kept.
+        """Watches these workers from now on, in this order, and no others.
+
+        A worker that was watched before keeps its state, such as when it was last heard.
 
         Args:
             neighbours: The workers to watch, the nearest on the ring first; nobody is watched if it is empty.
@@ -209,7 +214,10 @@ class Watching:
         self._heard.pop(worker, None)
 
     def to_ping(self) -> list[Worker]:
-        """Returns the workers to ping in this turn, perhaps none. Counts them as pinged now."""
+        """Returns the workers to ping now, perhaps none, and counts them as pinged.
+
+        To be called each time that `advance` returns True.
+        """
         pings: list[Worker] = []
         cycle = max(1, min(TURNS, len(self.watched)))
         alarm = any(map(self._is_quiet, self.watched.values()))
@@ -235,11 +243,11 @@ class Watching:
         return 0.0 if neighbour.unanswered is None else self._clock - neighbour.unanswered
 
     def quiet(self) -> list[Worker]:
-        """Returns the watched workers that have left a ping unanswered for a whole turn; an empty list if none have."""
+        """Returns the watched workers that have not answered a ping for a third of an interval; may be empty."""
         return [worker for worker, neighbour in self.watched.items() if self._is_quiet(neighbour)]
 
     def _is_quiet(self, neighbour: Neighbour) -> bool:
-        """Returns whether a watched worker has left a ping unanswered for a whole turn."""
+        """Returns whether a watched worker has not answered a ping for a third of an interval."""
         asked = neighbour.unanswered
         return asked is not None and self._clock - asked >= (1 / TURNS - 2 * _EARLY) * self.interval
 
@@ -256,9 +264,9 @@ class Watching:
         self.vouched_for(worker)
 
     def vouched_for(self, worker: Worker) -> None:
-        """Notes that another worker has just heard this one, which ends its silence.
+        """Notes that another worker has just heard `worker`, which ends the silence of `worker`.
 
-        Does nothing if it is not watched.
+        Does nothing if `worker` is not watched.
         """
         neighbour = self.watched.get(worker)
         if neighbour is not None:
@@ -288,7 +296,8 @@ class Watching:
         Others are asked about each silence at most twice.
 
         Returns:
-            The workers; an empty list if there are none, after a late tick, or if this worker hears nobody at all.
+            The workers. An empty list if there are none, if this worker hears nobody at all, or if the last `advance`
+            came late, because answers may be unread then.
         """
         if self._just_back or self._hears_nobody():
             return []  # there is nobody to ask
@@ -307,13 +316,14 @@ class Watching:
         return found
 
     def dead(self) -> list[Worker]:
-        """Returns the watched workers to declare lost now, because they were silent for the timeout.
+        """Returns the watched workers to declare lost now.
 
-        Others must have been asked about them, and must not hear them either; unless this worker hears nobody at all
-        for even longer.
+        Such a worker was silent for the timeout. Others were asked about it, and have not heard it either. If this
+        worker hears nobody at all, others cannot be asked. Then it waits longer, and returns all silent workers.
 
         Returns:
-            The workers; an empty list if there are none, or after a late tick, when answers may be unread.
+            The workers. An empty list if there are none, or if the last `advance` came late, because answers may be
+            unread then.
         """
         if self._just_back:
             return []
@@ -336,5 +346,8 @@ class Watching:
         ]
 
     def _hears_nobody(self) -> bool:
-        """Returns whether the oldest ping without any answer since was sent more than half an interval ago."""
+        """Returns whether this worker hears nobody at all.
+
+        That is so if a ping was sent more than half an interval ago, and nothing has arrived from any worker since.
+        """
         return self._unanswered is not None and self._clock - self._unanswered > HEARS_NOBODY * self.interval

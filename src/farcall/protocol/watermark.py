@@ -23,7 +23,11 @@ together they are one range.
 
 
 class Watermark:
-    """The numbers of a sequence that were seen: all numbers up to `mark`, and those in `beyond`. Empty at first."""
+    """A set of the numbers of a sequence that were seen. It is empty at first, and numbers begin at 1.
+
+    `mark` is the highest number up to which all were seen. `beyond` has the seen numbers above that, as sorted pairs of
+    first and last number.
+    """
 
     __slots__ = ("beyond", "mark")
 
@@ -41,7 +45,8 @@ class Watermark:
             True if the number is new; False if it was seen before, or is below 1.
 
         Raises:
-            ProtocolError: There are `MAX_RANGES` pairs in `beyond`, and this would be another. Nothing is changed.
+            ProtocolError: `beyond` would get more than `MAX_RANGES` pairs, because too many numbers are missing.
+                Nothing is changed.
         """
         if number <= self.mark:
             return False

@@ -27,10 +27,13 @@ _USAGE = "usage: python -m farcall.pytorch (script.py | -m module) [arguments ..
 
 
 def main() -> None:
-    """Runs the program that the command line names.
+    """Runs the program that the command line names, after torch's RPC was replaced by farcall.
+
+    The program becomes the module `__main__` of this process.
 
     Raises:
-        SystemExit: Status 2 if the command line names no program, or one that does not exist; 0 after `--help`.
+        SystemExit: Status 2 if the command line names no program, or a script that does not exist; 0 after `--help`. A
+            message in place of a status if there is no such module after `-m`.
         BaseException: Whatever the program raises.
     """
     arguments = sys.argv[1:]
@@ -70,7 +73,11 @@ def _run_as_main(module: str, alter_argv: bool = True) -> None:
 
 
 def _run_script(path: str, program: ModuleType) -> None:
-    """Runs the script at `path` in the module `program`, as `python` runs a script. Raises what it raises."""
+    """Runs the script at `path` in the module `program`, as `python` runs a script. Raises what the script raises.
+
+    Sets `sys.path[0]` to its directory. Raises `OSError` if it cannot be read, and `SyntaxError` if it cannot be
+    compiled.
+    """
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     file = os.path.abspath(path)  # as Python does, so that `__file__` stays valid after a `chdir`
@@ -82,7 +89,11 @@ def _run_script(path: str, program: ModuleType) -> None:
 
 
 def _load_code(file: str) -> tuple[CodeType, SourceFileLoader | SourcelessFileLoader]:
-    """Returns the code of a script or a compiled `.pyc` file, and its loader. Raises `OSError` or `SyntaxError`."""
+    """Returns the code of a script or a compiled `.pyc` file, and its loader.
+
+    Raises `OSError` if it cannot be read, and `SyntaxError` if a script cannot be compiled. Raises `ImportError` if
+    another version of Python has compiled a `.pyc` file, and `EOFError` if such a file is cut short.
+    """
     if file.endswith(".pyc"):
         compiled = SourcelessFileLoader("__main__", file)
         return cast(CodeType, compiled.get_code("__main__")), compiled
@@ -92,7 +103,7 @@ def _load_code(file: str) -> tuple[CodeType, SourceFileLoader | SourcelessFileLo
 
 
 def _exit_with_usage_error(why: str) -> NoReturn:
-    """Prints why the command line is wrong, and exits with status 2."""
+    """Prints `why` the command line is wrong to standard error, and exits with status 2 (raises `SystemExit`)."""
     print(f"python -m farcall.pytorch: {why}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -32,8 +32,7 @@ def _group_membership_management(store: Any, name: str, is_join: bool) -> Iterat
     Args:
         store: A `torch.distributed.Store`.
         name: The name of this worker.
-        is_join: True if the worker joins, False if it leaves. It only becomes part of the value that stands for the
-            lock.
+        is_join: True if the worker joins, False if it leaves. The lock is the same for both.
 
     Raises:
         RuntimeError: The store failed, or the worker that has the lock did not release it within the store's timeout.
@@ -58,13 +57,14 @@ def _update_group_membership(
     reverse_device_map: dict[str, DeviceMap],
     is_join: bool,
 ) -> None:
-    """Tells the agent of this process that a worker has joined or left.
+    """Tells the agent of this process that a worker has joined or left. Nothing is checked.
 
     Args:
-        worker_info: The worker.
-        my_devices: The devices that calls may use on this worker.
+        worker_info: The worker that has joined or left.
+        my_devices: The devices that calls may use on this worker from now on. Ignored if `is_join` is False.
         reverse_device_map: For the name of each caller, a map from devices of this worker to devices of the caller.
-        is_join: True if it has joined, False if it has left.
+            Ignored if `is_join` is False.
+        is_join: True if the worker has joined. False if it has left; the map for it as a caller is then deleted.
 
     Raises:
         RuntimeError: This process is not a worker.

@@ -33,9 +33,10 @@ from farcall.transports.network import local_address_towards, local_addresses
 
 
 class InterpreterWaits(ServerInterceptor):
-    """An interceptor that measures how long threads of the executor wait for the interpreter's lock.
+    """An interceptor that measures how long threads of the executor wait for the interpreter's lock (the GIL).
 
-    It measures before each function that another worker calls.
+    It measures before each function that another worker calls. The constructor takes no arguments. Add an instance to
+    an agent with `add_interceptor`, and read the result with `average`.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class InterpreterWaits(ServerInterceptor):
         self.note(perf_counter() - began)
 
     def note(self, seconds: float) -> None:
-        """Adds one wait of `seconds` to the average."""
+        """Adds one wait of `seconds` to the average. The number is not checked."""
         with self._lock:
             self._count += 1
             self._seconds += seconds
@@ -59,8 +60,8 @@ class InterpreterWaits(ServerInterceptor):
         """Measures one wait for the interpreter's lock, then runs the call. Returns and raises what the call does.
 
         Args:
-            call: The call.
-            proceed: Runs the call.
+            call: The call that has come from another worker.
+            proceed: Runs the call that it is given.
         """
         self.measure()
         return proceed(call)
@@ -77,7 +78,10 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 class TensorPipeAgent(Agent):
-    """The agent of a worker, for programs written for torch.
+    """The agent of a worker, for programs written for torch. Creating one joins a group.
+
+    A device map is for one callee. It maps devices of this worker to devices of the callee: a tensor on the first
+    arrives on the second.
 
     Attributes:
         device_maps: The device maps of this worker, by the name of the callee.
@@ -98,7 +102,7 @@ class TensorPipeAgent(Agent):
         reverse_device_maps: dict[str, DeviceMap],
         devices: list[torch.device],
     ) -> None:
-        """Joins the group.
+        """Joins the group, and returns when all workers of a fixed group have joined.
 
         Args:
             store: A `torch.distributed.Store`, at which the workers find each other.
@@ -112,6 +116,7 @@ class TensorPipeAgent(Agent):
 
         Raises:
             RuntimeError: torch does not accept the name.
+            UsageError: An option, the rank or the world size is not valid.
             RendezvousError: The group could not be joined; `RendezvousTimeoutError` if some workers did not come in
                 time.
         """
@@ -139,7 +144,7 @@ class TensorPipeAgent(Agent):
 
     @property
     def store(self) -> Any:
-        """The store of torch's at which the workers found each other."""
+        """The `torch.distributed.Store` at which the workers found each other."""
         return self._torch_store
 
     @property
@@ -154,8 +159,8 @@ class TensorPipeAgent(Agent):
     def failure_to_send(self, name: str, error: BaseException) -> BaseException:
         """Returns the exception that the caller of a function gets. Prints `error` to standard error, as torch does.
 
-        The caller gets `error` itself, unless its type cannot be created from a text alone. Then it is a `RuntimeError`
-        with `error` as its cause. Raises nothing.
+        The caller gets `error` itself, unless an exception of its type cannot be created from a text alone. In that
+        case the caller gets a `RuntimeError` with `error` as its cause. Raises nothing.
 
         Args:
             name: The name of the function; ignored.
@@ -168,15 +173,15 @@ class TensorPipeAgent(Agent):
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
         """Waits until all workers have called `join` and no call is running on any of them.
 
-        In an open group with `shutdown=True`, waits only until no call is running on this worker.
+        In an open group, waits only until no call is running on this worker.
 
         Args:
             shutdown: True if this worker will leave next. Then it also tells the other workers, so that none takes it
-                for lost.
+                for lost; in an open group, it deletes its references to values of other workers.
             timeout: How many seconds to wait at most; 0 means no limit.
 
         Raises:
-            ShutdownError: The timeout expired, or a worker was lost.
+            ShutdownError: The timeout expired, a worker was lost, or this worker was expelled.
         """
         if not shutdown:
             super().join(timeout=timeout)
@@ -212,6 +217,7 @@ class TensorPipeAgent(Agent):
 
         Raises:
             UnknownWorkerError: The group has no such worker.
+            UsageError: `to` has another type, such as float.
         """
         if type(to) is int:
             peer = self._peers.by_rank.get(to)
@@ -229,7 +235,11 @@ class TensorPipeAgent(Agent):
         return [as_torch(info) for info in super().get_worker_infos()]
 
     def get_debug_info(self) -> dict[str, str]:
-        """Returns counters of the agent as texts by name, under torch's names and under farcall's own."""
+        """Returns counters of the agent as texts by name, under torch's names and under farcall's own.
+
+        One of torch's is `agent.num_idle_threads`. `agent.gil_average_wait_time_us` is there only after
+        `enable_gil_profiling(True)`.
+        """
         metrics = self.get_metrics()
         return {
             **super().get_debug_info(),
@@ -241,17 +251,20 @@ class TensorPipeAgent(Agent):
         }
 
     def _waits_for_the_interpreter(self) -> dict[str, str]:
-        """Returns the average wait for the interpreter's lock under torch's name; empty if it is not measured."""
+        """Returns the average wait for the interpreter's lock (the GIL) under torch's name; empty if not measured.
+
+        The name is `agent.gil_average_wait_time_us`, and the value a text in microseconds.
+        """
         waits = self._interpreter_waits
         return {} if waits is None else {"agent.gil_average_wait_time_us": f"{waits.average():.3f}"}
 
     def enable_gil_profiling(self, flag: bool) -> None:
-        """Starts or stops measuring how long threads wait for the interpreter's lock before each function.
+        """Starts or stops measuring how long threads wait for the interpreter's lock (the GIL) before each function.
 
-        Earlier measurements are dropped in either case.
+        `get_debug_info` then has the average. Earlier measurements are dropped in either case.
 
         Args:
-            flag: True to start, False to stop.
+            flag: True to start, False to stop, which does nothing if nothing is measured.
         """
         if self._interpreter_waits is not None:
             self.remove_interceptor(self._interpreter_waits)
@@ -262,7 +275,7 @@ class TensorPipeAgent(Agent):
     def exchange(self, told: bytes) -> dict[str, bytes]:
         """Gives a value to all workers of a fixed group, and returns the values of all workers by name.
 
-        Call it once on every worker, at the start.
+        Call it once on every worker, at the start. It waits for the values of the others.
 
         Args:
             told: The value of this worker; may be empty.
@@ -270,6 +283,7 @@ class TensorPipeAgent(Agent):
         Raises:
             RendezvousTimeoutError: Not all workers gave a value within the option `init_timeout`.
             RendezvousError: The store is gone.
+            KeyError: The group is open.
         """
         store = self._rendezvous.store
         store.set(f"{_EXCHANGE}{self.info.id}", told)
@@ -295,7 +309,7 @@ class TensorPipeAgent(Agent):
     ) -> None:
         """Stores the devices and device maps of a worker that has joined, or deletes those of a worker that has left.
 
-        The membership of the group does not change.
+        The membership of the group does not change. Nothing is checked.
 
         Args:
             worker_info: The worker that has joined or left.
@@ -312,7 +326,9 @@ class TensorPipeAgent(Agent):
 
 
 def _rendezvous_of(store: Any, rank: int, world_size: int | None) -> Rendezvous:
-    """Returns the rendezvous of the group that uses a store of torch's. The first worker chooses the id of the run.
+    """Returns a rendezvous at a store of torch's, for the group that uses this store.
+
+    The first worker that calls this chooses the id of the run: a random text, which is the same for the whole group.
 
     Args:
         store: A `torch.distributed.Store`. Raises `RendezvousError` if it is gone.
@@ -327,8 +343,8 @@ def _rendezvous_of(store: Any, rank: int, world_size: int | None) -> Rendezvous:
 def _address_for_others(store: Any) -> str:
     """Returns the IP address at which other workers reach this one.
 
-    If the store of torch's has an address, that is the local address of the route to it. Otherwise it is the first
-    address of this machine, or loopback if there is none.
+    `store` is a `torch.distributed.Store`. If it has a host and a port, the result is the local address of the route to
+    it. Otherwise it is the first address of this machine, or loopback if there is none.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -339,9 +355,9 @@ def _address_for_others(store: Any) -> str:
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Starts or stops measuring how long threads of this worker wait for the interpreter's lock.
+    """Starts or stops measuring how long threads of this worker wait for the interpreter's lock (the GIL).
 
-    `get_debug_info` has the average as `agent.gil_average_wait_time_us`.
+    `get_debug_info` of the agent has the average as `agent.gil_average_wait_time_us`. Earlier measurements are dropped.
 
     Args:
         flag: True to start, False to stop.

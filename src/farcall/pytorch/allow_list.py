@@ -41,7 +41,7 @@ _allow_lists: Final[weakref.WeakKeyDictionary[Any, AllowList]] = weakref.WeakKey
 def current_allow_list() -> AllowList | None:
     """Returns the allow-list of this worker; None if it has none, or if this process is not a worker.
 
-    Raises `NotInitializedError` on a thread that serves others if the agent was closed.
+    In a function that runs for another worker, raises `NotInitializedError` if this process has no agent any more.
     """
     if not on_serving_thread() and not is_initialized():
         return None
@@ -49,7 +49,7 @@ def current_allow_list() -> AllowList | None:
 
 
 def _allow_list_of(agent: Any) -> AllowList | None:
-    """Returns the allow-list of an agent; None if it has none."""
+    """Returns the allow-list of an agent, made from its option `allow`; None if the option is None or missing."""
     options = getattr(agent, "options", None)
     if options is None or options.allow is None:
         return None
@@ -62,8 +62,8 @@ def _allow_list_of(agent: Any) -> AllowList | None:
 def load(pickled: bytes) -> Any:
     """Unpickles a pickle that came from another worker; on a worker with an allow-list, as plain data only.
 
-    Raises `SerializationError` if the pickle is damaged, and `NotAllowedError` if it needs something that is not
-    allowed.
+    Raises `SerializationError` if the pickle is damaged, and `NotAllowedError` if it needs something that the
+    allow-list does not have.
     """
     allow_list = current_allow_list()
     return loads(pickled) if allow_list is None else loads_restricted(pickled, (), allow_list)
@@ -72,7 +72,8 @@ def load(pickled: bytes) -> Any:
 def check_function(function: Any) -> None:
     """Returns None if other workers may call this function here, else raises `NotAllowedError`.
 
-    On a worker without an allow-list, they may call any.
+    On a worker without an allow-list, they may call any. With one, a function or class is checked by its module and
+    name; any other callable object is refused.
     """
     allow_list = current_allow_list()
     if allow_list is None:
@@ -86,14 +87,14 @@ def check_function(function: Any) -> None:
 
 
 def find_function(named: bytes, agent: Any) -> Any:
-    """Returns the function that a name from `encode_function` stands for.
+    """Returns the function that a request names.
 
     Args:
-        named: The module and the name of the function, as bytes.
+        named: The module and the name of the function, with a zero byte between them.
         agent: The agent of this worker.
 
     Raises:
-        SerializationError: There is no such function on this worker.
+        SerializationError: `named` is malformed, or there is no such function on this worker.
         NotAllowedError: The allow-list of this worker does not have it.
     """
     allow_list = _allow_list_of(agent) if agent.options.allow is not None else None
@@ -107,10 +108,11 @@ def find_function(named: bytes, agent: Any) -> Any:
 def check_script(name: str) -> None:
     """Returns None if other workers may run this script function here, else raises `NotAllowedError`.
 
-    On a worker without an allow-list, they may run any.
+    On a worker without an allow-list, they may run any; whether it exists is not checked.
 
     Args:
-        name: The qualified name of the function, for example `__torch__.service.predict`.
+        name: The qualified name of the function, for example `__torch__.service.predict`. The list has it without the
+            prefix: `service.predict`.
     """
     allow_list = current_allow_list()
     if allow_list is not None:
@@ -142,13 +144,17 @@ def find_operator(name: str) -> Callable[..., Any]:
 
 
 def _text_arguments(name: str) -> list[Any]:
-    """Returns the arguments of all overloads of the operator `name` that can be texts; an empty list if none can."""
+    """Returns torch's descriptions of the arguments of the operator `name` that can be a str, in all its overloads.
+
+    A description has the `name` and the `type` of one argument. Returns an empty list if no argument can be a str, or
+    if there is no such operator.
+    """
     schemas = torch._C._jit_get_schemas_for_operator(name)
     return [argument for schema in schemas for argument in schema.arguments if "str" in str(argument.type)]
 
 
 def may_be_called(function: F) -> F:
-    """Decorator: lets other workers call this function on any worker, whatever its allow-list."""
+    """Decorator: lets other workers call this function on any worker, whatever its allow-list. Returns the function."""
     register_internal_function(function)
     return function
 
@@ -156,7 +162,7 @@ def may_be_called(function: F) -> F:
 def check_kinds(*expected: tuple[Any, type]) -> None:
     """Returns None if each value is exactly of its type, else raises `TypeError`. For values from other workers.
 
-    An object of a subclass is refused.
+    An object of a subclass is refused. Without pairs it returns None.
 
     Args:
         *expected: Pairs of a value and its type.
@@ -169,7 +175,7 @@ def check_kinds(*expected: tuple[Any, type]) -> None:
 def check_numbers(*numbers: Any) -> None:
     """Returns None if each value is an integer from 0 to 2**64 - 1, else raises `TypeError`.
 
-    It is for values from other workers.
+    It is for values from other workers. A bool is refused. Without values it returns None.
     """
     for number in numbers:
         if type(number) is not int or not 0 <= number < 1 << 64:
@@ -177,7 +183,10 @@ def check_numbers(*numbers: Any) -> None:
 
 
 def check_tensors(tensors: Any) -> None:
-    """Returns None if the value is a list of tensors, else raises `TypeError`. For values from other workers."""
+    """Returns None if the value is a list of tensors, else raises `TypeError`. For values from other workers.
+
+    The list may be empty.
+    """
     check_kinds((tensors, list))
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):

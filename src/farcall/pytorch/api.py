@@ -83,8 +83,11 @@ _new_rref = PyRRef.__new__
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
     """Context manager: inside it, all threads of this process pickle calls of Python functions with another pickler.
 
+    At the end of the block, the default pickler is used again, also if the block is inside another such block.
+
     Args:
-        rpc_pickler: An object with `serialize` and `deserialize`, like torch's `_InternalRPCPickler`.
+        rpc_pickler: An object whose `serialize(value)` returns a pickle and a list of the tensors of the value. The
+            callee reads both with the default pickler. The object is not checked.
     """
     global _default_pickler
     _default_pickler = rpc_pickler
@@ -103,12 +106,16 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    """Makes an agent the agent of this process, and starts it. Raises `RuntimeError` if there is one already."""
+    """Makes `agent`, which must not have been started, the agent of this process, and starts it.
+
+    Raises `RuntimeError` if this process has an agent already, and what `agent.start` raises. If the start fails, this
+    process has no agent.
+    """
     _farcall.adopt(agent)
 
 
 def _reset_current_rpc_agent() -> None:
-    """Makes this process no longer a worker, without closing its agent. Does nothing if it is none."""
+    """Makes this process no longer a worker, without closing its agent. Does nothing if it is not a worker."""
     _farcall.release()
 
 
@@ -125,7 +132,11 @@ def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Records the names of all workers, and makes `agent` the agent of this process unless its backend has done so."""
+    """Records the names of all workers of the agent's group, and makes `agent` the agent of this process.
+
+    If this process has an agent already, only the names are recorded: some backends set the agent themselves. Raises
+    what `agent.start` raises; this process then has no agent.
+    """
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = _all_names(agent)
     if not _is_current_rpc_agent_set():
@@ -145,19 +156,22 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
         A `WorkerInfo` with `name` and `id`. It can be used as `to` in calls.
 
     Raises:
-        RuntimeError: There is no such worker, or this process is not a worker.
+        RuntimeError: There is no such worker, `worker_name` has another type, or this process is not a worker.
     """
     return as_torch(_get_current_rpc_agent().get_worker_info(worker_name))
 
 
 def _to_worker_info(to: Any, agent: Any = None) -> WorkerInfo:
-    """Returns the `WorkerInfo` for a name, a rank or a `WorkerInfo`, which is returned unchecked.
-
-    Raises `RuntimeError` if there is no such worker, and `ValueError` for any other type.
+    """Returns the `WorkerInfo` of a worker.
 
     Args:
-        to: The worker.
+        to: The name, the rank or the `WorkerInfo` of the worker. A `WorkerInfo` is returned as it is, and is not
+            checked.
         agent: The agent to ask; None for the agent of this process.
+
+    Raises:
+        RuntimeError: There is no such worker, or `agent` is None and this process is not a worker.
+        ValueError: `to` has another type.
     """
     if isinstance(to, WorkerInfo):
         return to
@@ -191,9 +205,9 @@ def _set_rpc_timeout(rpc_timeout_seconds: float) -> None:
 
 
 def track_future(future: Any) -> Any:
-    """Returns the same future.
+    """Returns the given future, which may be any object with a `wait` method. It is not checked.
 
-    If this thread is inside a `_wait_all` block, the end of that block waits for the future.
+    If this thread is inside a `with _wait_all()` block, the end of that block waits for the future.
     """
     futures = getattr(_thread_local_var, "future_list", None)
     if futures is not None:
@@ -205,8 +219,8 @@ def track_future(future: Any) -> Any:
 def _wait_all() -> Iterator[None]:
     """Context manager: at its end, waits for all futures that `rpc_async` returned to this thread inside the block.
 
-    Raises the error of a future that fails, without waiting for the others. Blocks can be nested; each waits for its
-    own futures.
+    If there are none, it does not wait. Raises the error of a future that fails, without waiting for the others. It
+    waits also if the block raises. Blocks can be nested; each waits for its own futures.
 
     Example:
         with rpc.api._wait_all():
@@ -238,9 +252,10 @@ def rpc_sync(
         to: The name, the rank or the `WorkerInfo` of the worker; may be this worker.
         func: A Python function that the worker can import, a builtin operator such as `torch.add`, or a script
             function.
-        args: The positional arguments; None for none.
+        args: The positional arguments, a tuple or list; None for none.
         kwargs: The keyword arguments; None for none.
-        timeout: Seconds until the call fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+        timeout: Seconds until the call fails; 0 for no timeout. By default the timeout of `init_rpc`'s options. A
+            negative number other than the default -1 raises `UsageError`, a `RuntimeError`.
 
     Returns:
         What the function returns. Tensors arrive on the CPU, unless a device map says otherwise.
@@ -248,7 +263,8 @@ def rpc_sync(
     Raises:
         RuntimeError: The call timed out ("RPC ran for more than set timeout"), the worker does not exist or was lost,
             or this process is not a worker.
-        TypeError: `func` is not callable.
+        TypeError: `func` is not callable, or an argument cannot be pickled (`SerializationError`).
+        ValueError: `to` is neither a str, an int nor a `WorkerInfo`.
         Exception: What the function raised on the worker, with the same type where possible.
 
     Example:
@@ -270,16 +286,19 @@ def rpc_async(
         to: The name, the rank or the `WorkerInfo` of the worker; may be this worker.
         func: A Python function that the worker can import, a builtin operator such as `torch.add`, or a script
             function.
-        args: The positional arguments; None for none.
+        args: The positional arguments, a tuple or list; None for none.
         kwargs: The keyword arguments; None for none.
-        timeout: Seconds until the future fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+        timeout: Seconds until the future fails; 0 for no timeout. By default the timeout of `init_rpc`'s options. A
+            negative number other than the default -1 raises `UsageError`, a `RuntimeError`.
 
     Returns:
-        A `torch.futures.Future`. Its `wait()` returns the result, or raises what `rpc_sync` raises.
+        A `torch.futures.Future`. Its `wait()` returns the result. It raises what the function raised, or a
+        `RuntimeError` if the call timed out or the worker was lost.
 
     Raises:
         RuntimeError: The worker does not exist, or this process is not a worker.
-        TypeError: `func` is not callable.
+        TypeError: `func` is not callable, or an argument cannot be pickled (`SerializationError`).
+        ValueError: `to` is neither a str, an int nor a `WorkerInfo`.
 
     Example:
         future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 3))
@@ -297,18 +316,23 @@ def _invoke_rpc(
     kwargs: Mapping[str, Any] | None = None,
     rpc_timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Makes a call, and returns its future: one of farcall for a plain call, else possibly one of torch.
+    """Makes a call on worker `to`, and returns its future, which is one of farcall.
 
-    A plain call is one in which no interceptor takes part. If the worker cannot be reached, the future fails. All other
-    errors are raised here, as by `rpc_async`.
+    For `SYNC`, it may be another object with a `wait` method. If the worker cannot be reached, the future fails.
 
     Args:
         to: The name, the rank or the `WorkerInfo` of the worker.
-        func: The function. Raises `TypeError` if it is not callable.
-        rpc_type: How it is called: for `rpc_sync` or for `rpc_async`.
-        args: The positional arguments; None for none.
+        func: The function.
+        rpc_type: `SYNC` if the calling thread waits for the future at once, else `ASYNC`.
+        args: The positional arguments, a tuple or list; None for none.
         kwargs: The keyword arguments; None for none.
-        rpc_timeout: Seconds until the future fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+        rpc_timeout: Seconds until the future fails; 0 for no timeout. By default (-1) the timeout of `init_rpc`'s
+            options. Any other negative number raises `UsageError`, a `RuntimeError`.
+
+    Raises:
+        TypeError: `func` is not callable, or an argument cannot be pickled (`SerializationError`).
+        ValueError: `to` has another type.
+        RuntimeError: The worker does not exist, or this process is not a worker.
     """
     if not callable(func):
         raise TypeError("function should be callable.")
@@ -350,17 +374,18 @@ def remote(
     Args:
         to: The name, the rank or the `WorkerInfo` of the worker that owns the result; may be this worker.
         func: A Python function that the worker can import, a class, a builtin operator, or a script function.
-        args: The positional arguments; None for none.
+        args: The positional arguments, a tuple or list; None for none.
         kwargs: The keyword arguments; None for none.
         timeout: Seconds after which fetching the value fails if the function has not returned; 0 for no timeout. By
-            default there is none.
+            default there is none. It is not checked.
 
     Returns:
         The reference. `to_here()` fetches the value, or raises what the function raised.
 
     Raises:
-        RuntimeError: The worker does not exist, or this process is not a worker.
-        TypeError: `func` is not callable.
+        RuntimeError: The worker does not exist or cannot be reached, or this process is not a worker.
+        TypeError: `func` is not callable, or an argument cannot be pickled (`SerializationError`).
+        ValueError: `to` is neither a str, an int nor a `WorkerInfo`.
 
     Example:
         rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 3))
@@ -389,25 +414,30 @@ def remote(
 
 
 def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:
-    """Waits for a value that this worker owns, and returns its type; with `blocking=False`, a future that has the type.
+    """Waits for a value that this worker owns, and returns its type.
 
-    Raises what the function raised that should have created the value.
+    Args:
+        rref: The reference to the value. Raises `RuntimeError` if another worker owns the value.
+        blocking: If False, waits for the value all the same, but returns a torch future that has the type already.
+
+    Raises:
+        Exception: The error of the function that should have created the value, if that function failed.
     """
     kind = type(rref.local_value())
     return kind if blocking else completed_future(kind)
 
 
 def _rref_typeof_on_user(rref: PyRRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """Returns the type of a value that another worker owns; with `blocking=False`, a future of it.
+    """Asks the owner of a value for its type, and returns the type.
 
     Args:
         rref: The reference to the value.
         timeout: Seconds until asking fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
-        blocking: Whether to wait for the answer.
+        blocking: If False, returns a torch future of the type at once. The future then fails with the errors below.
 
     Raises:
         RuntimeError: The call timed out, or the owner was lost.
-        Exception: What the function raised that should have created the value.
+        Exception: The error of the function that should have created the value, if that function failed.
     """
     future = rpc_async(rref.owner(), _rref_typeof_on_owner, args=(rref,), timeout=timeout)
     return future.wait() if blocking else future
@@ -422,15 +452,19 @@ def _enable_rpc_profiler(
 ) -> contextlib.AbstractContextManager[Any]:
     """Returns a context manager that records a call in torch's profiler, for programs that make calls in their own way.
 
-    The next call of this thread uses the name of the record. Calls by `rpc_sync`, `rpc_async` and `remote` do not need
-    it.
+    The next call that this thread makes under the profiler is shown by the same name. Calls by `rpc_sync`, `rpc_async`
+    and `remote` do not need this function.
 
     Args:
         should_profile: What `_get_should_profile` returned. If False, the context manager does nothing.
-        qualified_name: The name of a builtin operator; None for any other function.
-        func: The function that is called.
-        rpc_type: How it is called.
+        qualified_name: The name of a builtin operator; None for any other function, whose own name is used.
+        func: The function that is called. Ignored if `qualified_name` is given.
+        rpc_type: How it is called, such as `RPCExecMode.SYNC`.
         dst_worker_info: The worker that runs it.
+
+    Raises:
+        RuntimeError: This process is not a worker. Or this thread has called this function before, and has made no
+            call under the profiler since.
     """
     if not should_profile:
         return contextlib.nullcontext()
@@ -445,10 +479,11 @@ def _enable_rpc_profiler(
 
 
 def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
-    """Returns a method for `RRef` that calls a method of `PyRRef`. The method raises what the other raises.
+    """Returns a method for `RRef` that calls the method of `PyRRef`, its base class, with the given name.
 
     Args:
-        method_name: The name of the method of `PyRRef`. Raises `AttributeError` when called if there is none.
+        method_name: The name of the method. A name that `PyRRef` does not have raises `AttributeError` when the
+            returned method is called.
         docstring: The docstring of the new method; None for none.
     """
 
@@ -469,7 +504,10 @@ new_method = method_factory(method_name, docstring)
 
 
 class _ProceedSignal(threading.Event):
-    """An event for serving threads: while one waits for it, another thread takes its place in the executor."""
+    """An event for threads of the executor: while one of them waits, another thread takes its place in the executor.
+
+    Like a `threading.Event`, it starts unset, and any thread may set it.
+    """
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the event is set, or for `timeout` seconds (None: without limit). Returns whether it is set."""
@@ -480,19 +518,19 @@ class _ProceedSignal(threading.Event):
 
 
 class AllGatherStates:
-    """The state of one call of `_all_gather` on one worker: the objects so far, and the signal that all are there.
+    """What one worker stores for one `_all_gather`, in which workers exchange objects.
 
-    Programs that exchange objects among groups of their own create these themselves.
+    Programs with an exchange of their own create instances themselves. The constructor takes no arguments.
+
+    Attributes:
+        gathered_objects: The objects by worker name. The worker whose name sorts first is the leader. It has the
+            objects that have arrived so far. On every other worker, this is empty until the leader sends all objects.
+        proceed_signal: An event that is set when `gathered_objects` is complete.
     """
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
-        """The objects by worker name.
-
-        On the leader, those that have arrived so far. On the others, empty until the leader sends all of them.
-        """
         self.proceed_signal: threading.Event = _ProceedSignal()
-        """Set when `gathered_objects` is complete."""
         self._has_left = threading.Event()
         """Set when this worker's thread is about to return from `_all_gather`."""
 
@@ -510,9 +548,9 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 
 
 def _reset_gatherings() -> None:
-    """Deletes the state of all calls of `_all_gather`, for a new agent.
+    """Deletes the state of every `_all_gather`, in which workers exchange objects. Called before an agent starts.
 
-    The state belongs to an earlier agent, or to the parent process.
+    The deleted state is that of an earlier agent, or of the parent process. Does nothing if there is none.
     """
     global _all_gather_dict_lock
     _all_gather_dict_lock = threading.RLock()  # in a forked child a thread of the parent may hold the old lock for ever
@@ -521,10 +559,10 @@ def _reset_gatherings() -> None:
 
 
 def _enter_gathering(names: Collection[str]) -> tuple[str, AllGatherStates]:
-    """Returns the sequence id of the next `_all_gather` of these workers, and its state.
+    """Returns the id and the state of the next `_all_gather`, in which these workers exchange objects.
 
-    The sequence id is their names and a number. Every call of this function takes the next number. The caller deletes
-    the state at the end.
+    The id is the sorted names with commas, `#`, and a number, for example `a,b#0`. Every call of this function takes
+    the next number for the same names. The caller deletes the state at the end. The names are not checked.
     """
     key = ",".join(sorted(names))
     with _all_gather_dict_lock:
@@ -535,9 +573,11 @@ def _enter_gathering(names: Collection[str]) -> tuple[str, AllGatherStates]:
 
 
 def _find_gathering(sequence_id: Any) -> AllGatherStates | None:
-    """Returns the state of the `_all_gather` with this sequence id; creates it if this worker has not called that yet.
+    """Returns the state of the `_all_gather` with this id; None if this worker has returned from it already.
 
-    Returns None if this worker has returned from it already.
+    In an `_all_gather` workers exchange objects. Creates the state if this worker has not called it yet. An id is the
+    sorted names of the workers with commas, `#`, and a number. An id of another form is not refused: a state is created
+    for it.
     """
     key, _, number = sequence_id.rpartition("#") if isinstance(sequence_id, str) else (sequence_id, "", "")
     with _all_gather_dict_lock:
@@ -551,16 +591,19 @@ def _find_gathering(sequence_id: Any) -> AllGatherStates | None:
 def _gather_to_leader(
     sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str] | None = None
 ) -> None:
-    """Called remotely on the leader of an `_all_gather`: stores the object of one worker.
+    """Called remotely on the leader of an `_all_gather`, in which workers exchange objects: stores one worker's object.
+
+    The leader is the worker whose name sorts first. When the objects of all workers are there, its wait ends.
 
     Args:
-        sequence_id: Which `_all_gather`; see `_enter_gathering`.
+        sequence_id: Which `_all_gather`: the sorted names of its workers with commas, `#`, and a number.
         worker_name: The worker whose object it is.
         obj: The object.
         worker_names: The workers that take part; None or empty for all.
 
     Raises:
-        AssertionError: The worker is not one of all workers, or its object is stored already.
+        AssertionError: `worker_names` is None or empty and there is no worker `worker_name`, or its object is stored
+            already.
         RuntimeError: The leader has stopped waiting.
         TypeError: `worker_names` is not a set, frozenset, list or tuple.
     """
@@ -586,13 +629,18 @@ def _gather_to_leader(
 
 @may_be_called
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
-    """Called remotely on the other workers of an `_all_gather`: stores the objects of all workers, and ends their wait.
+    """Called remotely by the leader of an `_all_gather`: stores the objects of all workers, and ends the wait here.
 
-    Does nothing if this worker has stopped waiting. Raises `AssertionError` if it has the objects already.
+    In an `_all_gather` workers exchange objects. The leader is the worker whose name sorts first. After it has stored
+    the objects, this function waits up to a second until `_all_gather` is about to return here. Does nothing if this
+    worker has stopped waiting.
 
     Args:
-        sequence_id: Which `_all_gather`; see `_enter_gathering`.
+        sequence_id: Which `_all_gather`: the sorted names of its workers with commas, `#`, and a number.
         objects_map: The objects by worker name.
+
+    Raises:
+        AssertionError: This worker has the objects already.
     """
     states = _find_gathering(sequence_id)
     if states is None:  # this worker has stopped waiting
@@ -611,7 +659,7 @@ def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> No
 def _all_gather(
     obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Waits until each of these workers has called it, and returns the objects that they gave, by worker name.
+    """Exchanges objects: waits until each of the workers has called it, and returns their objects by worker name.
 
     The worker whose name sorts first is the leader: the others send it their objects, and it sends all objects to them.
     The leader waits up to a second for the others to return first.
@@ -623,8 +671,8 @@ def _all_gather(
             timeout of calls, and the wait has no limit.
 
     Raises:
-        RuntimeError: A worker was lost or did not come in time (`WorkerLostError`, `RpcTimeoutError`), or this worker
-            is not one of `worker_names` (`UsageError`).
+        RuntimeError: A worker was lost or did not come in time (`WorkerLostError`, `RpcTimeoutError`), this worker is
+            not one of `worker_names` (`UsageError`), or this process is not a worker.
     """
     agent = _get_current_rpc_agent()
     names = set(worker_names or (_ALL_WORKER_NAMES if _is_static(agent) else _all_names(agent)))
@@ -655,9 +703,9 @@ def _is_static(agent: Any) -> bool:
 
 
 def _all_names(agent: Any) -> set[str]:
-    """Returns the names of all workers in the group of `agent`. In a fixed group lost workers are included.
+    """Returns the names of all workers in the group of `agent`. In a fixed group of farcall lost workers are included.
 
-    Without them, workers that do not know of a loss yet would wait for other names than this one.
+    Not all workers learn of a loss at the same time. With the lost workers included, all use the same names.
     """
     if isinstance(agent, Agent) and _is_static(agent):
         return {info.name for info, _ in agent.everybody()}
@@ -665,12 +713,12 @@ def _all_names(agent: Any) -> set[str]:
 
 
 def _wait_for_workers(agent: Any, states: AllGatherStates, names: set[str], limit: float) -> None:
-    """Waits until the objects of all workers are there in an `_all_gather`.
+    """Waits until the objects of all workers are there in an `_all_gather`, in which workers exchange objects.
 
     Args:
         agent: The agent of this worker.
-        states: The state of the `_all_gather`.
-        names: The workers that take part.
+        states: The state of the `_all_gather` on this worker.
+        names: The names of the workers that take part.
         limit: How many seconds to wait; 0 for no limit.
 
     Raises:
@@ -696,9 +744,11 @@ def _wait_for_workers(agent: Any, states: AllGatherStates, names: set[str], limi
 def _send_to_followers(sequence_id: Any, followers: Sequence[str], objects: dict[str, Any], rpc_timeout: float) -> None:
     """Sends the objects of all workers to the other workers of an `_all_gather`, and waits for their replies.
 
+    The worker whose name sorts first calls this: it has collected the objects.
+
     Args:
-        sequence_id: Which `_all_gather`; see `_enter_gathering`.
-        followers: The names of the other workers; may be empty.
+        sequence_id: Which `_all_gather`: the sorted names of its workers with commas, `#`, and a number.
+        followers: The names of the other workers. If empty, nothing is sent.
         objects: The objects by worker name.
         rpc_timeout: The timeout of each call in seconds; 0 for none.
 
@@ -733,7 +783,7 @@ def _send_to_followers(sequence_id: Any, followers: Sequence[str], objects: dict
 
 @_require_initialized
 def _barrier(worker_names: Collection[str]) -> None:
-    """Waits until all given workers have called this function.
+    """Waits until all given workers have called this function with the same names.
 
     If that fails or a name is unknown, the error is logged and not raised, as in torch.
 
@@ -751,13 +801,16 @@ def _barrier(worker_names: Collection[str]) -> None:
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Returns when all workers have called it.
+    """Waits until all workers have called this function.
 
     Args:
         timeout: Seconds to wait; 0 for no limit.
 
     Raises:
-        RuntimeError: A worker was lost, or did not come in time.
+        WorkerLostError: A worker was lost. Before this is raised, the calls that run on this worker end, or the timeout
+            expires.
+        RpcTimeoutError: A worker did not call this function in time.
+        NotInitializedError: This process is not a worker.
     """
     try:
         _all_gather(None, timeout=timeout)
@@ -776,9 +829,9 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta | float = UNSET_RPC_TIMEOUT) -> None:
-    """Deletes all references of this worker to values of other workers. Using one of them raises from now on.
+    """Deletes all references of this worker to values of other workers. Using one of them later raises `UsageError`.
 
-    `timeout` is ignored.
+    Does nothing if there are none. `timeout` is ignored. Raises `RuntimeError` if this process is not a worker.
     """
     _farcall._delete_all_user_and_unforked_owner_rrefs()
 
@@ -787,11 +840,11 @@ def _destroy_rref_context(ignore_rref_leak: bool) -> None:
     """Deletes all references of this worker, and releases the values that it owns.
 
     Args:
-        ignore_rref_leak: If False, raises `RuntimeError` if other workers still hold references to values of this one.
+        ignore_rref_leak: If False, raises `RuntimeError` ("Leaking RRef") if other workers still hold references to
+            values of this worker. All references are deleted before. If True, this is not checked.
 
     Raises:
-        RuntimeError: Other workers still hold references to values of this worker ("Leaking RRef"). All is deleted all
-            the same. Values that only this worker itself refers to do not count, as in torch.
+        RuntimeError: This process is not a worker, or other workers still hold references.
     """
     store = _farcall.current_reference_store()
     left = getattr(_get_current_rpc_agent(), "left", None) or store.inventory()
@@ -809,9 +862,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Takes this worker out of the group, and frees everything that belongs to it.
 
     Args:
-        graceful: If True, first waits until all workers have called `shutdown` and all calls have ended. If False,
-            leaves at once; calls of other workers to this one fail.
-        timeout: Seconds to wait for the others; 0 for no limit.
+        graceful: If True, first waits until all workers have called `shutdown` and all calls have ended; in an open
+            group, only until no call is running on this worker. If False, leaves at once; calls of other workers to
+            this one fail.
+        timeout: Seconds to wait for the others; 0 for no limit. Ignored if `graceful` is False.
 
     Raises:
         RuntimeError: A worker was lost or did not come in time, or this process is not a worker. Everything is freed
@@ -838,8 +892,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 def _finalize_shutdown() -> None:
     """Deletes all references, closes the agent, and makes this process no longer a worker.
 
-    Every step is made even if an earlier one raises. Raises `RuntimeError` if `_ignore_rref_leak` is False and other
-    workers still hold references.
+    Every step is made even if an earlier one raises. Raises `RuntimeError` if this process is not a worker, or if
+    `_ignore_rref_leak` of this module is False and other workers still hold references to values of this one.
     """
     try:
         _destroy_rref_context(_ignore_rref_leak)

@@ -57,14 +57,23 @@ _CPU: Final = torch.device("cpu")
 
 
 class BackendValue(NamedTuple):
-    """The two functions of a backend: one returns its options, the other its agent. See `register_backend`."""
+    """The two functions of a backend, which `register_backend` stores as the value of a member of `BackendType`.
+
+    Attributes:
+        construct_rpc_backend_options_handler: Returns options, given `rpc_timeout`, `init_method` and further keywords.
+        init_backend_handler: Returns a started agent, given `store`, `name`, `rank`, `world_size` and
+            `rpc_backend_options`.
+    """
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
 
 
 def _backend_types(backends: dict[str, BackendValue]) -> Any:
-    """Returns a new enumeration `BackendType` with one member for each backend; no members for no backends."""
+    """Returns a new enumeration `BackendType` with one member for each backend; no members for no backends.
+
+    `backends` has the two functions of each backend, by its name.
+    """
     made = enum.Enum("BackendType", backends)  # type: ignore[misc]  # its members are known at run time only
     setattr(made, "__repr__", _backend_type_repr)  # noqa: B010 (mypy does not allow an assignment)
     made.__doc__ = _backend_type_doc
@@ -93,13 +102,16 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Registers a backend, and returns its member of the new `BackendType`.
+    """Registers a backend, and returns its member of the enumeration `BackendType`.
+
+    `BackendType` is replaced by a new enumeration, so code that imported it earlier does not see the new backend.
 
     Args:
         backend_name: The name.
         construct_rpc_backend_options_handler: Returns options, given `rpc_timeout`, `init_method` and further keywords.
+            It is not checked.
         init_backend_handler: Returns a started agent, given `store`, `name`, `rank`, `world_size` and
-            `rpc_backend_options`.
+            `rpc_backend_options`. It is not checked.
 
     Raises:
         RuntimeError: The name is taken.
@@ -150,7 +162,7 @@ def _tensorpipe_construct_rpc_backend_options_handler(
     _channels: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> TensorPipeRpcBackendOptions:
-    """Returns the options of the default backend.
+    """Returns the options of the default backend, `TENSORPIPE`.
 
     Args:
         rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
@@ -158,8 +170,8 @@ def _tensorpipe_construct_rpc_backend_options_handler(
         num_worker_threads: The number of threads that run requests.
         _transports: Ignored.
         _channels: Ignored.
-        **kwargs: Further options of `TensorPipeRpcBackendOptions`, which raises if a value is wrong or an option is
-            unknown.
+        **kwargs: Further options of `TensorPipeRpcBackendOptions`, which raises `TypeError` if an option is unknown,
+            and `TypeError`, `ValueError` or `UsageError` if a value is wrong.
     """
     return TensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
@@ -176,18 +188,20 @@ def _tensorpipe_init_backend_handler(
 ) -> TensorPipeAgent:
     """Starts an agent of the default backend, exchanges its device maps with the other workers, and returns the agent.
 
-    If that fails, the agent is shut down.
+    The agent becomes the agent of this process. If the exchange fails, the agent is shut down.
 
     Args:
         store: A `torch.distributed.Store`, at which the workers find each other.
         name: The name of this worker.
         rank: Its rank.
-        world_size: The number of workers; None for an open group.
+        world_size: The number of workers; None or 0 for an open group.
         rpc_backend_options: The options, a `TensorPipeRpcBackendOptions`.
 
     Raises:
         TypeError: `store` or `rpc_backend_options` has the wrong type.
         ValueError: A device map of a worker is invalid.
+        RuntimeError: The group could not be joined, torch does not accept the name, or this process is a worker
+            already.
     """
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
@@ -223,6 +237,9 @@ def _tensorpipe_exchange_and_check_all_device_maps(
 ) -> tuple[dict[str, DeviceMap], list[torch.device]]:
     """Exchanges device maps with all workers of a fixed group, and checks the maps of all workers.
 
+    A device map is for one callee. It maps devices of the caller to devices of the callee: a tensor on the first
+    arrives on the second.
+
     Args:
         my_name: The name of this worker.
         my_device_count: The number of its GPUs.
@@ -231,10 +248,12 @@ def _tensorpipe_exchange_and_check_all_device_maps(
         group: How the maps are exchanged: this worker's `TensorPipeAgent`, or a process group of torch's.
 
     Returns:
-        The reverse device maps of this worker, by the name of the caller, and the devices that calls may use here.
+        For the name of each caller with a map for this worker, a map from devices of this worker to devices of the
+        caller; and the devices that calls may use here. Both may be empty.
 
     Raises:
         ValueError: A worker has invalid maps. All workers raise it.
+        RendezvousError: The store is gone, or not all workers came in time (`RendezvousTimeoutError`).
     """
     mine: DeviceInfos = my_device_count, my_device_maps, my_devices
     if isinstance(group, TensorPipeAgent):
@@ -249,11 +268,15 @@ def _tensorpipe_exchange_and_check_all_device_maps(
 def _set_devices_and_reverse_device_map(agent: Any) -> None:
     """Exchanges device maps with all workers of the open group that this worker is joining, and stores the result.
 
+    A device map is for one callee. It maps devices of the caller to devices of the callee. If there are no other
+    workers, only the maps of this worker are checked.
+
     Args:
-        agent: The agent of this worker, which stores the result.
+        agent: The agent of this worker. Its attributes `used_devices` and `reverse_device_maps` are set.
 
     Raises:
-        ValueError: A worker has invalid maps. The others have not been sent the maps of this worker then.
+        ValueError: A worker has invalid maps. This worker has not sent its maps to the others in that case.
+        RpcTimeoutError: A worker did not answer in time.
     """
     me = agent.get_worker_info()
     mine = _device_infos_of(agent)
@@ -270,12 +293,14 @@ def _check_all(
     """Checks the device maps of all workers.
 
     Args:
-        my_name: The name of this worker.
-        everybody: The device infos of all workers, by name.
+        my_name: The name of this worker. Raises `KeyError` if it is not in `everybody`.
+        everybody: For the name of each worker, the number of its GPUs, its device maps by the name of the callee, and
+            the devices that calls may use on it.
         is_static_group: Whether maps may name only the workers in `everybody`.
 
     Returns:
-        The reverse device maps of this worker, by the name of the caller, and the devices that calls may use on it.
+        For the name of each caller with a map for this worker, a map from devices of this worker to devices of the
+        caller; and the devices that calls may use on this worker. Both may be empty.
 
     Raises:
         ValueError: A worker has invalid maps.
@@ -290,7 +315,7 @@ def _check_all(
 
 
 def _with_meta_as_cpu(maps: DeviceMaps) -> DeviceMaps:
-    """Returns the maps with the device `cpu` in place of `meta`, which torch's checks do not know.
+    """Returns the device maps of a worker with the device `cpu` in place of `meta`, which torch's checks do not know.
 
     Returns `maps` itself if `meta` is not in it.
     """
@@ -307,7 +332,7 @@ def _ask(workers: Iterable[WorkerInfo], function: Callable[..., Any], args: tupl
     """Calls `function(*args)` on these workers at the same time, and returns the results by the names of the workers.
 
     Workers that have left are not in the result, which is empty for no workers. Raises what the function raises on a
-    worker.
+    worker, and `RpcTimeoutError` if a worker does not answer within the default timeout of calls.
     """
     answers = {}
     for worker, future in [(worker, api.rpc_async(worker, function, args)) for worker in workers]:
@@ -318,7 +343,11 @@ def _ask(workers: Iterable[WorkerInfo], function: Callable[..., Any], args: tupl
 
 @may_be_called
 def _get_device_infos() -> DeviceInfos:
-    """Called remotely by a worker that joins: returns this worker's GPU count, device maps, and devices."""
+    """Called remotely by a worker that joins: returns this worker's GPU count, device maps, and devices.
+
+    The maps and devices are those in the options; each may be empty. Raises `RuntimeError` if this process is not a
+    worker.
+    """
     infos = _device_infos_of(api._get_current_rpc_agent())
     if torch.cuda.is_available() and infos[2]:
         torch.cuda.init()  # the worker that joins may send tensors to these devices at once
@@ -326,7 +355,10 @@ def _get_device_infos() -> DeviceInfos:
 
 
 def _device_infos_of(agent: Any) -> DeviceInfos:
-    """Returns the number of GPUs of this machine, and the device maps and the devices in the options of `agent`."""
+    """Returns the number of GPUs of this machine, and the device maps and the devices in the options of `agent`.
+
+    Each is 0 or empty if there are none.
+    """
     options = agent._get_backend_options()
     return torch.cuda.device_count(), options.device_maps, options.devices
 
@@ -335,7 +367,8 @@ def _device_infos_of(agent: Any) -> DeviceInfos:
 def _worker_has_joined(worker: WorkerInfo, infos: DeviceInfos) -> None:
     """Called remotely on the workers of an open group: stores the device maps of a worker that has joined.
 
-    Raises `TypeError` if an argument has the wrong type. Any worker may call this function, so everything is checked.
+    Any worker may call this function, so everything is checked. Raises `TypeError` if an argument has the wrong type,
+    and `ValueError` if `infos` does not have three items.
 
     Args:
         worker: The worker that has joined. Maps of an earlier worker with its name are replaced.
@@ -358,26 +391,31 @@ def _worker_has_joined(worker: WorkerInfo, infos: DeviceInfos) -> None:
 
 
 def _device_checked(kind: Any, index: Any = None) -> torch.device:
-    """Returns the device with this type and index, which another worker has sent and which are checked first.
+    """Checks a device type and an index that came from another worker, and returns the device.
 
-    Raises `TypeError` if `kind` is not a str or `index` is neither None nor an int, and `RuntimeError` if torch knows
-    no such device.
+    An `index` of None gives a device without an index. Raises `TypeError` if `kind` is not a str, or if `index` is
+    neither None nor an int. Raises `RuntimeError` if torch knows no such device.
     """
     check_kinds((kind, str), *([] if index is None else [(index, int)]))
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def _encode(infos: DeviceInfos) -> bytes:
-    """Returns device infos as JSON, for the store of the rendezvous. `_decode` reads it."""
+    """Returns what a worker tells the others about its devices as JSON, for the store of the rendezvous.
+
+    `infos` is the number of its GPUs, its device maps, and the devices that calls may use on it. `_decode` reads the
+    result.
+    """
     count, maps, devices = infos
     as_text = {name: {str(ours): str(theirs) for ours, theirs in each.items()} for name, each in maps.items()}
     return json.dumps([count, as_text, [str(device) for device in devices]]).encode()
 
 
 def _decode(told: bytes) -> DeviceInfos:
-    """Returns the device infos in `told`, a result of `_encode`.
+    """Returns what a worker told about its devices: the number of its GPUs, its device maps, and the devices for calls.
 
-    Raises `ValueError`, `TypeError`, `AttributeError` or `RuntimeError` if the text is anything else.
+    `told` is a result of `_encode`. Raises `ValueError`, `TypeError`, `AttributeError` or `RuntimeError` if the text is
+    anything else.
     """
     count, maps, devices = json.loads(told)
     device = torch.device
@@ -389,7 +427,10 @@ def _decode(told: bytes) -> DeviceInfos:
 
 
 def _tensorpipe_validate_devices(devices: Iterable[torch.device], device_count: int) -> bool:
-    """Returns True if all devices are the CPU or GPUs of a worker with `device_count` GPUs; also for no devices."""
+    """Returns True if all devices are the CPU or GPUs of a worker with `device_count` GPUs; also for no devices.
+
+    GPUs are counted from 0. Returns False for any other device. A GPU without an index raises `TypeError`.
+    """
     return all(
         device.type == "cpu" or (device.type == "cuda" and 0 <= device.index < device_count) for device in devices
     )
@@ -405,15 +446,16 @@ def _validate_device_maps(
     """Checks the device maps and the devices of all workers. Returns None if they are valid.
 
     Args:
-        all_names: The names of the workers.
+        all_names: The names of the workers. One that a mapping below does not have raises `KeyError`.
         all_device_counts: The number of GPUs of each worker, by name.
         all_device_maps: The device maps of each worker, by name, then by the name of the callee.
         all_devices: The devices that calls may use on each worker, by name. An empty list means any device that it has.
         is_static_group: If True, a map may only be for workers in `all_names`.
 
     Raises:
-        ValueError: A worker has a device twice, or one that does not exist; or a map of it is for an unknown worker,
-            maps two devices to one, or has a device that its worker does not have or does not allow.
+        ValueError: The devices of a worker contain one twice, or one that does not exist. Or a device map is for an
+            unknown worker, maps two devices to the same one, or has a device that the caller or the callee does not
+            have or does not allow.
     """
     for node in all_names:
         named, count = all_devices[node], all_device_counts[node]
@@ -453,11 +495,11 @@ def _create_reverse_mapping(
     """Returns the reverse device maps of a worker, by the name of the caller. Replies use them.
 
     A reverse map leads from devices of the worker `my_name` to devices of the caller. A caller without a map for
-    `my_name` is not in the result.
+    `my_name` is not in the result, which may be empty.
 
     Args:
         my_name: The name of the worker.
-        all_names: The names of the callers.
+        all_names: The names of the callers. One that is not in `all_device_maps` raises `KeyError`.
         all_device_maps: The device maps of each of them, by name, then by the name of the callee.
     """
     return {
@@ -473,9 +515,10 @@ def _create_device_list(
     """Returns the devices that calls may use on a worker, sorted by index; an empty list if there are none.
 
     Args:
-        my_devices: The devices that the options name. If not empty, these are returned.
-        my_device_maps: The device maps of the worker. Its own devices in them are returned otherwise, without the CPU.
-        reverse_device_maps: Its reverse device maps, which count in the same way.
+        my_devices: The devices that the options name. If not empty, these are returned, and the maps are ignored. If
+            empty, the keys of all maps are returned, which are devices of the worker; the CPU is left out.
+        my_device_maps: The device maps of the worker, by the name of the callee.
+        reverse_device_maps: For the name of each caller, a map from devices of the worker to devices of the caller.
     """
     every_map = [*my_device_maps.values(), *reverse_device_maps.values()]
     used = my_devices or {device for each in every_map for device in each} - {_CPU}
@@ -487,11 +530,11 @@ def _init_process_group(store: Any, rank: int, world_size: int) -> Any:
 
     Args:
         store: A `torch.distributed.Store`, at which the workers find each other.
-        rank: The rank of this worker. -1 accepts the rank that the group has.
-        world_size: The number of workers. -1 accepts the size that the group has.
+        rank: The rank of this worker, from 0 to `world_size` - 1.
+        world_size: The number of workers.
 
     Raises:
-        RuntimeError: The group has another rank or size.
+        RuntimeError: `rank` or `world_size` is not valid, or the process group could not be created.
     """
     group = dist.ProcessGroupGloo(store, rank, world_size, rpc_constants.DEFAULT_PROCESS_GROUP_TIMEOUT)
     if rank not in (-1, group.rank()):

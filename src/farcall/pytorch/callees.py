@@ -36,15 +36,17 @@ def make_call(
     kwargs: Mapping[str, Any] | None = None,
     pickler: Any = internal._internal_rpc_pickler,
 ) -> Call:
-    """Returns the function to call remotely in place of `function`, and its arguments. Every call uses this.
+    """Returns what to call remotely in place of `function`: a function, its positional and its keyword arguments.
 
-    A Python function is returned as it is, with its own arguments, unless the program has its own pickler.
+    Every call uses this. For a Python function and the default pickler, these are `function`, `args` and `kwargs`. For
+    an operator or a script function, it is a function of this module, which finds it by name on the other worker.
 
     Args:
-        function: A Python function, a builtin operator, or a script function.
+        function: A Python function, a builtin operator, or a script function. It is not checked.
         args: The positional arguments; None for none.
         kwargs: The keyword arguments; None for none.
-        pickler: Pickles calls of Python functions. With the default, farcall pickles them itself.
+        pickler: Pickles calls of Python functions. With the default, farcall pickles them itself. With another one,
+            `run_pickled` is returned, and as its argument a call that this pickler pickles.
 
     Raises:
         RuntimeError: A script function does not accept these arguments.
@@ -71,12 +73,14 @@ def make_call(
 
 
 def builtin_call(name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> Call:
-    """Returns the call of `run_builtin` that stands for a call of a builtin operator; nothing is checked.
+    """Returns what to call remotely in place of a builtin operator.
+
+    That is `run_builtin`, its positional arguments, and None for no keyword arguments. Nothing is checked.
 
     Args:
         name: The name of the operator, for example `aten::add`.
-        args: The positional arguments; None for none.
-        kwargs: The keyword arguments; None for none.
+        args: The positional arguments of the operator; None for none.
+        kwargs: Its keyword arguments; None for none.
     """
     return run_builtin, (name, tuple(args or ()), dict(kwargs or {})), None
 
@@ -105,14 +109,15 @@ def run_builtin(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 def script_call(
     name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, is_async_execution: bool
 ) -> Call:
-    """Returns the call of `run_script` or `run_async_script` that stands for a call of a script function.
+    """Returns what to call remotely in place of a script function.
 
-    Nothing is checked.
+    That is `run_async_script` if `is_async_execution` is True, else `run_script`; its positional arguments; and None
+    for no keyword arguments. Nothing is checked.
 
     Args:
-        name: The qualified name of the function, for example `__torch__.service.predict`.
-        args: The positional arguments; None for none.
-        kwargs: The keyword arguments; None for none.
+        name: The qualified name of the script function, for example `__torch__.service.predict`.
+        args: Its positional arguments; None for none.
+        kwargs: Its keyword arguments; None for none.
         is_async_execution: True if the function returns a future, whose result the caller gets.
     """
     run = run_async_script if is_async_execution else run_script
@@ -185,7 +190,12 @@ mark_async(run_async_script, run_async_script, _returned_future)
 def _check_arguments(script: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Returns None if a script function accepts these arguments, else raises `RuntimeError` in torch's words.
 
-    Only the number and the names of the arguments are checked.
+    Only the number and the names of the arguments are checked, not their types.
+
+    Args:
+        script: The script function.
+        args: The positional arguments; empty for none.
+        kwargs: The keyword arguments; empty for none.
     """
     schema = script.schema
     wanted = [argument.name for argument in schema.arguments]
@@ -212,12 +222,13 @@ def _check_arguments(script: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class _PickledCall:
-    """A call that the program's own pickler pickles, when the message is pickled and not before.
+    """A call of a Python function that the program's own pickler pickles. It is the argument of `run_pickled`.
 
-    References can only be counted while a message is pickled.
+    The pickler runs while the message is pickled, because references can only be counted then.
 
     Args:
-        pickler: The program's pickler.
+        pickler: The program's pickler: its `serialize(value)` returns a pickle and a list of tensors. It is not
+            checked.
         udf: The function and its arguments.
     """
 
@@ -230,17 +241,21 @@ class _PickledCall:
 
 
 def pickled_call(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Call:
-    """Returns the call of `run_bytes` that stands for a call that a program has pickled; nothing is checked.
+    """Returns what to call remotely in place of a call that a program has pickled.
+
+    That is `run_bytes`, its positional arguments, and None for no keyword arguments. Nothing is checked.
 
     Args:
-        pickled: The pickle of a `PythonUDF`.
-        tensors: Its tensors.
+        pickled: The pickle of a `PythonUDF`, a function with its arguments.
+        tensors: The tensors of the pickle; may be empty.
     """
     return run_bytes, (pickled, list(tensors)), None
 
 
 def run_pickled(call: _PickledCall | PythonUDF | AttributeError) -> Future[Any]:
     """Called remotely: runs a call that the program's pickler has pickled, and returns a future of its result.
+
+    The future fails with what the function raises.
 
     Args:
         call: The function and its arguments. An `AttributeError`, which says that the function is not defined here, is
@@ -259,9 +274,11 @@ def run_pickled(call: _PickledCall | PythonUDF | AttributeError) -> Future[Any]:
 def run_bytes(pickled: bytes, tensors: list[torch.Tensor]) -> Future[Any]:
     """Called remotely: unpickles a call and runs it, and returns a future of its result.
 
+    The future fails with what the function raises.
+
     Args:
-        pickled: The pickle of a `PythonUDF`.
-        tensors: Its tensors.
+        pickled: The pickle of a `PythonUDF`, a function with its arguments.
+        tensors: The tensors of the pickle; may be empty.
 
     Raises:
         SerializationError: The pickle is damaged.

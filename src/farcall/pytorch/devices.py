@@ -29,19 +29,18 @@ _CPU: Final = torch.device("cpu")
 
 
 class Move(NamedTuple):
-    """What the receiver does with one tensor.
+    """What the receiver of a message does with one of its tensors. The values are not checked.
 
     Attributes:
         device: The device to which the tensor is moved.
         is_parameter: Whether the tensor becomes a `Parameter`.
-        shape: The shape of a tensor without contents (`meta`); None for any other tensor.
-        strides: The strides of a tensor without contents; empty for any other tensor.
+        shape: The shape of a tensor on the device `meta`, which has no contents; None for any other tensor.
+        strides: The strides of such a tensor; empty for any other tensor.
     """
 
     device: str
     is_parameter: bool = False
     shape: tuple[int, ...] | None = None
-    """Shape and strides of a tensor without contents (`meta`); None for any other."""
     strides: tuple[int, ...] = ()
 
 
@@ -53,6 +52,9 @@ def prepare_to_send(
     tensors: Tensors, device_map: Mapping[torch.device, torch.device], side: str, to: str
 ) -> tuple[Tensors, Moves]:
     """Returns the tensors to send in place of these, all in CPU memory, and what the receiver does with each.
+
+    The second result has a `Move` for each tensor; None for one that stays in CPU memory. Without tensors both lists
+    are empty.
 
     Args:
         tensors: The tensors of a message; may be empty.
@@ -88,16 +90,23 @@ def prepare_to_send(
 
 
 def place_received(tensors: Tensors, moves: Moves) -> Tensors:
-    """Returns the received tensors on the devices that `moves` names, in the same order.
+    """Returns the received tensors on the devices that `moves` names, in the same order; an empty list for none.
 
-    Raises `ValueError` if there are not as many moves as tensors, and `RuntimeError` if a device does not exist.
+    Args:
+        tensors: The tensors as they came, in CPU memory.
+        moves: What to do with each tensor; None for one that stays in CPU memory.
+
+    Raises:
+        ValueError: There are not as many moves as tensors.
+        RuntimeError: A device does not exist.
     """
     return [tensor if move is None else _place_one(tensor, move) for tensor, move in zip(tensors, moves, strict=True)]
 
 
 def _place_one(tensor: torch.Tensor, move: Move) -> torch.Tensor:
-    """Returns one received tensor on the device that `move` names, again as a parameter if it was one.
+    """Returns one received tensor on the device that `move` names.
 
+    It becomes a parameter if `move` says so. A tensor of the device `meta`, which has no contents, is created anew.
     Raises `RuntimeError` if the device does not exist.
     """
     if tensor.grad_fn is not None:  # part of a graph of distributed autograd, so the move must be, too
@@ -112,10 +121,10 @@ def _place_one(tensor: torch.Tensor, move: Move) -> torch.Tensor:
 
 
 class _ClientCall(Trip):
-    """The part of the device maps in one call, at the caller.
+    """Moves the tensors of one call between devices, at the caller, by its device map for the callee.
 
     Args:
-        device_map: The map from devices of this worker to devices of the callee.
+        device_map: The map from devices of this worker to devices of the callee. It is not checked.
         to: The name of the callee.
     """
 
@@ -126,7 +135,8 @@ class _ClientCall(Trip):
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
         """Returns the tensors of the request in CPU memory, and the data from which the callee moves them.
 
-        Raises `RuntimeError` if a tensor is on a device that the map does not have.
+        The data are a pair: what to do with each tensor, and the reverse of the device map for the reply. Raises
+        `RuntimeError` if a tensor is on a device that the map does not have.
         """
         sent, moves = prepare_to_send(tensors, self._map, "Request", self._to)
         return sent, (moves, [(str(theirs), str(ours)) for ours, theirs in self._map.items()])
@@ -135,8 +145,8 @@ class _ClientCall(Trip):
         """Returns the tensors of the reply on their devices; an empty list for none.
 
         Args:
-            tensors: The tensors as they came.
-            words: The data that `_ServerCall.pack` returned at the callee: one entry for each tensor.
+            tensors: The tensors as they came, in CPU memory.
+            words: What to do with each tensor, a list of `Move` or None. It came from the callee.
 
         Raises:
             ValueError: `words` does not have one entry for each tensor.
@@ -146,11 +156,11 @@ class _ClientCall(Trip):
 
 
 class _ServerCall(Visit):
-    """The part of the device maps in one call, at the callee.
+    """Moves the tensors of one call between devices, at the callee.
 
     Args:
-        words: The data that `_ClientCall.pack` returned at the caller: what to do with each tensor, and the reverse of
-            the caller's device map.
+        words: The data that came from the caller: what to do with each tensor, and the reverse of the caller's device
+            map. Anything else raises `TypeError`, `ValueError` or `RuntimeError`.
         caller: The name of the caller.
     """
 
@@ -168,27 +178,34 @@ class _ServerCall(Visit):
         return place_received(tensors, self._moves)
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns the tensors of the reply in CPU memory, and the data from which the caller moves them.
+        """Returns the tensors of the reply in CPU memory, and what the caller does with each: a `Move`, or None.
 
-        Raises `RuntimeError` if a tensor is on a device that the map does not have.
+        They go back by the reverse of the caller's device map. Raises `RuntimeError` if a tensor is on a device that
+        this map does not have.
         """
         return prepare_to_send(tensors, self._map, "Response", self._caller)
 
 
 class Devices:
-    """The interceptor that moves tensors between devices; its methods are those of `envelopes.Rider`."""
+    """The interceptor that moves tensors between devices of two workers, by the device map that the caller has.
+
+    It takes part in a call if the caller has a device map for the callee. The constructor takes no arguments.
+    `enable_device_maps` adds an instance to this process. The class implements `envelopes.Rider`, the protocol of
+    interceptors that see the tensors of calls.
+    """
 
     key = "devices"
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
-        """Returns True if this worker has a device map for worker `to`, else False."""
+        """Returns True if the agent of this worker has a device map for worker `to` that is not empty, else False."""
         maps = getattr(agent, "device_maps", None)
         return maps is not None and bool(maps.get(to.name))
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
         """Returns the object that moves the tensors of one call that this worker makes.
 
-        Raises `KeyError` if `agent` has no device map for the callee, that is, if `concerns` is False.
+        The arguments are the agent of this worker, and the call, of which only the callee is used. Raises `KeyError` if
+        the agent has no device map for the callee.
         """
         name = departure.to.name
         return _ClientCall(agent.device_maps[name], name)
@@ -199,13 +216,16 @@ class Devices:
         Args:
             agent: The agent of this worker; ignored.
             caller: The worker that calls.
-            words: The data that `_ClientCall.pack` returned at the caller. Raises `TypeError`, `ValueError` or
-                `RuntimeError` if they are anything else.
+            words: The data that came from the caller: what to do with each tensor, and the reverse of its device map.
+                Raises `TypeError`, `ValueError` or `RuntimeError` if they are anything else.
         """
         return _ServerCall(words, caller.name)
 
 
 def enable_device_maps() -> None:
-    """Adds the interceptor, so that tensors are moved by the device maps from now on. Does nothing the second time."""
+    """Makes calls move tensors between devices by the device maps of the options from now on.
+
+    It adds an interceptor, which runs before all others at the caller. Does nothing the second time.
+    """
     if not any(isinstance(rider, Devices) for rider in RIDERS):
         RIDERS.insert(0, Devices())

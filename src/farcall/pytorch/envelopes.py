@@ -42,15 +42,16 @@ Tensors = list[torch.Tensor]
 
 
 class Trip:
-    """The part of an interceptor in one call, at the caller. A subclass overrides the methods that it needs.
+    """What an interceptor does for one call at the caller: one method for each step of the call.
 
-    The methods of this class change nothing: they return what they are given, and run no code around the call.
+    A subclass overrides the methods that it needs. The methods of this class change nothing: they return what they are
+    given, and run no code around the call. The constructor takes no arguments.
     """
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
         """Called when the request is pickled. Returns the tensors to send, and data for the interceptor at the callee.
 
-        The default returns `tensors` and None.
+        The default returns `tensors` and None. If it raises, the program that makes the call gets the error.
 
         Args:
             tensors: The tensors of the request; may be empty.
@@ -59,17 +60,20 @@ class Trip:
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Context manager around pickling the request and around reading the reply, in the thread that does either."""
+        """Context manager around pickling the request and around reading the reply, in the thread that does either.
+
+        The default has no effect.
+        """
         yield
 
     def unpack(self, tensors: Tensors, words: Any) -> Tensors:
         """Called when the reply has arrived. Returns the tensors to use in place of those of the reply.
 
-        The default returns `tensors`.
+        The default returns `tensors`. If it raises, the call fails with that error.
 
         Args:
             tensors: The tensors of the reply; may be empty.
-            words: The data that `pack` of the interceptor returned at the callee; None if there is none.
+            words: The data that the same interceptor's `pack` returned at the callee; None if there is none.
         """
         return tensors
 
@@ -99,33 +103,40 @@ class Trip:
 
 
 class Visit:
-    """The part of an interceptor in one call, at the callee. A subclass overrides the methods that it needs.
+    """What an interceptor does for one call at the callee: one method for each step of the call.
 
-    The methods of this class change nothing: they return what they are given, and run no code around the function.
+    A subclass overrides the methods that it needs. The methods of this class change nothing: they return what they are
+    given, and run no code around the function. The constructor takes no arguments.
     """
 
     def unpack(self, tensors: Tensors) -> Tensors:
         """Called when the request has arrived. Returns the tensors for the function in place of those of the request.
 
-        The default returns `tensors`, which may be empty.
+        The default returns `tensors`, which may be empty. If it raises, the call fails with that error.
         """
         return tensors
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Context manager around the function, in the thread that runs it."""
+        """Context manager around the function, in the thread that runs it. The default has no effect."""
         yield
 
     def finished(self) -> None:
-        """Called before the reply is made: the function has returned or raised, or its future is done."""
+        """Called before the reply is made: the function has returned or raised, or its future is done.
+
+        The default does nothing.
+        """
 
     def failed(self) -> None:
-        """Called after `finished` if the function of a call by `remote` has raised. The caller gets no reply."""
+        """Called after `finished` if the function of a call by `remote` has raised. The caller gets no reply.
+
+        The default does nothing.
+        """
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
         """Called when the reply is pickled. Returns the tensors to send, and data for the interceptor at the caller.
 
-        The default returns `tensors` and None.
+        The default returns `tensors` and None. If it raises, the caller gets that error.
 
         Args:
             tensors: The tensors of the reply; may be empty.
@@ -134,7 +145,7 @@ class Visit:
 
 
 class Departure(NamedTuple):
-    """A call that the current thread makes.
+    """A call that the current thread makes, as interceptors see it. The fields are not checked.
 
     Attributes:
         to: The callee.
@@ -148,7 +159,11 @@ class Departure(NamedTuple):
 
 
 class Rider(Protocol):
-    """An interceptor of calls in envelopes: the methods that an object in `RIDERS` must have."""
+    """Protocol of an interceptor that must see the tensors of calls. All such interceptors are in the list `RIDERS`.
+
+    At the caller, `concerns` says whether the interceptor takes part in a call. If it does, `board` returns an object
+    that does its work for this call. At the callee, another method returns such an object for a call that has come.
+    """
 
     @property
     def key(self) -> str:
@@ -163,19 +178,20 @@ class Rider(Protocol):
         """
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """Returns the part of the interceptor in a call that the current thread makes.
+        """Returns the object that does the interceptor's work for one call that the current thread makes.
 
-        Call it only if `concerns` is True for the call. `agent` is the agent of this worker.
+        `agent` is the agent of this worker. The other argument is the call: the callee, the function, and how it is
+        called. Call this only if `concerns` is True for the call; otherwise the result is undefined.
         """
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Any) -> Visit:
-        """Returns the part of the interceptor in a call that has come from another worker.
+        """Returns the object that does the interceptor's work for one call that has come from another worker.
 
         Args:
             agent: The agent of this worker.
             caller: The worker that calls.
-            words: The data that `pack` of the interceptor returned at the caller. Data that are not valid may raise any
-                exception, and the call fails with it.
+            words: The data that the same interceptor's `pack` returned at the caller. Data that are not valid may raise
+                any exception, and the call fails with it.
         """
 
 
@@ -187,9 +203,10 @@ RESTRICTED: Final[set[str]] = {"autograd"}
 
 
 def rides_along(agent: Agent, to: WorkerInfo) -> bool:
-    """Returns True if an interceptor takes part in a call that the current thread makes, so that it needs an envelope.
+    """Returns True if any interceptor takes part in a call that the current thread makes.
 
-    Returns False for most calls.
+    Such a call is sent in an envelope: with the tensors beside the pickle, and with data of the interceptors. Returns
+    False for most calls, and if there are no interceptors.
 
     Args:
         agent: The agent of this worker.
@@ -205,7 +222,7 @@ def rides_alone(rider: Rider, agent: Agent, to: WorkerInfo) -> bool:
     """Returns True if no interceptor other than `rider` takes part in a call that the current thread makes.
 
     Args:
-        rider: The interceptor, whether it takes part or not.
+        rider: The interceptor that is not asked. So the result does not say whether it takes part.
         agent: The agent of this worker.
         to: The callee.
     """
@@ -216,9 +233,10 @@ def rides_alone(rider: Rider, agent: Agent, to: WorkerInfo) -> bool:
 
 
 def board(agent: Agent, departure: Departure) -> dict[str, Trip]:
-    """Returns the parts of all interceptors that take part in a call of the current thread, by key; empty for none.
+    """Returns, by key, the objects that do the work of all interceptors that take part in a call of this thread.
 
-    `agent` is the agent of this worker.
+    `agent` is the agent of this worker. The other argument is the call: the callee, the function, and how it is called.
+    Returns an empty dict if no interceptor takes part.
     """
     return {rider.key: rider.board(agent, departure) for rider in RIDERS if rider.concerns(agent, departure.to)}
 
@@ -227,14 +245,18 @@ def board(agent: Agent, departure: Departure) -> dict[str, Trip]:
 
 
 class Request:
-    """A call that is put into an envelope when it is pickled.
+    """A call that is put into an envelope when it is pickled: its pickle, its tensors, and data of the interceptors.
+
+    Use it as the only argument of a call of `run` or `run_remotely`, which runs the function in it. The arguments are
+    not checked.
 
     Args:
         agent: The agent of this worker.
         function: The function to call.
         args: Its positional arguments; may be empty.
         kwargs: Its keyword arguments; may be empty.
-        trips: The parts of the interceptors in this call, by key, as `board` returns them.
+        trips: The objects that do the work of the interceptors for this call, by key. `board` returns them. May be
+            empty.
     """
 
     def __init__(
@@ -251,9 +273,10 @@ class Request:
         self._packed: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Packs the envelope the first time, and returns what pickle needs to rebuild it as an `_Opened`.
+        """Returns what pickle needs to rebuild the call at the callee: a function and its arguments.
 
-        Raises what pickle raises if an argument cannot be pickled, and what an interceptor raises.
+        The first call packs the envelope, and later ones return the same. Raises what pickle raises if an argument
+        cannot be pickled, for example `PicklingError` or `TypeError`, and what an interceptor raises.
         """
         if self._packed is None:  # pickle may come twice: what it cannot name, cloudpickle sends by value
             self._packed = _pack(self._call, [(key, trip.pack) for key, trip in self._trips.items()])
@@ -265,7 +288,8 @@ class Request:
 def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
     """Context manager: enters the context manager `handling` of all interceptors that take part in a call.
 
-    Without interceptors it has no effect.
+    The argument has, by key, the objects that do the work of these interceptors for the call. If it is empty, the
+    context manager has no effect.
     """
     with ExitStack() as around:
         for trip in trips.values():
@@ -277,7 +301,8 @@ def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
 def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
     """Context manager around sending a request: if sending raises, calls `failed` of all interceptors of the call.
 
-    The error is raised again. Pickling happens inside `handling` of these interceptors.
+    The error is raised again. The block runs inside the context manager `handling` of these interceptors. The argument
+    has, by key, the objects that do their work for the call. If it is empty, the context manager has no effect.
     """
     try:
         with handling(trips):
@@ -289,12 +314,13 @@ def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
 
 
 def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
-    """Returns a future of the result of the function, given a future of the envelope that comes back.
+    """Returns a future of the result of a call, whose reply comes back in an envelope.
 
-    The interceptors of the call see the tensors in the envelope. If the call fails, `failed` of each is called.
+    `future` is the future of that envelope: the pickle of the result, a list of its tensors, and data of the
+    interceptors. The returned future fails with the error of the call, or with `TypeError` if no envelope came back.
 
-    The returned future fails with the error of the call, or with `TypeError` if something else than an envelope came
-    back.
+    The second argument has, by key, the objects that do the work of the interceptors for this call. It may be empty.
+    They see the tensors in the envelope. If the call fails, the method `failed` of each object is called.
     """
 
     def unpack(done: Future[Any]) -> Any:
@@ -316,16 +342,20 @@ def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
 
 
 class _Opened:
-    """A request that has arrived. The unpickler creates it, because the references in it exist only meanwhile.
+    """A request that came in an envelope: a pickle, its tensors in a list beside it, and data of the interceptors.
+
+    The unpickler creates it, because the references of the message exist only while it reads. It has the function to
+    run, its arguments, and the objects that do the work of the interceptors for the call.
 
     Args:
         caller: The worker that calls.
-        body: The pickle of the function and its arguments, without tensors.
-        tensors: The tensors that belong to the pickle.
-        words: The data of the caller's interceptors, by key.
+        body: The pickle of three items, without tensors: the function, its positional and its keyword arguments.
+        tensors: The tensors that belong to the pickle; may be empty.
+        words: The data of the caller's interceptors, by key. Keys of unknown interceptors are ignored.
 
     Raises:
-        TypeError: The pickle does not contain arguments.
+        TypeError: The arguments in the pickle are not a tuple or list and a dict.
+        ValueError: The pickle does not have three items.
         NotAllowedError: The allow-list of this worker forbids the function or something in the arguments.
         SerializationError: The pickle cannot be read here.
     """
@@ -347,9 +377,10 @@ class _Opened:
             raise TypeError("what came from another worker are no arguments of a function")
 
     def run(self) -> Future[Any]:
-        """Runs the function inside `around` of all interceptors, and returns a future of its result.
+        """Runs the function of the request inside the context manager `around` of each interceptor.
 
-        The future fails with what the function raises. What an interceptor raises is raised here.
+        Returns a future of its result, which fails with what the function raises. What an interceptor raises is raised
+        here.
         """
         with ExitStack() as around:
             for visit in self.visits.values():
@@ -358,11 +389,16 @@ class _Opened:
 
 
 class ReplyEnvelope:
-    """A result that is put into an envelope when it is pickled; at the caller, the envelope that has arrived.
+    """The reply to a call, in an envelope: a pickle, its tensors in a list beside it, and data of the interceptors.
 
-    At the callee, the constructor takes the result of the function, and the parts of the interceptors in the call, by
-    key. At the caller, it takes a tuple of the pickle of the result, its tensors, the data of the interceptors, and the
-    references that came with it, and no parts of interceptors.
+    The callee creates it from a result. The envelope is packed when it is pickled. At the caller, the unpickler creates
+    it from what has come, and `open` returns the result. The arguments are not checked.
+
+    At the callee, `result` is the result of the function. The second argument has, by key, the objects that do the work
+    of the interceptors for the call. It may be empty.
+
+    At the caller, `result` is a tuple of four items: the pickle of the result, its tensors, the data of the
+    interceptors by key, and the references that came with it. The second argument is an empty dict.
     """
 
     def __init__(self, result: Any, visits: Mapping[str, Visit]) -> None:
@@ -371,23 +407,26 @@ class ReplyEnvelope:
         self._packed: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Packs the envelope the first time, and returns what pickle needs to rebuild it.
+        """Returns what pickle needs to rebuild the envelope at the caller: a function and its arguments.
 
-        Raises what pickle raises if the result cannot be pickled, and what an interceptor raises.
+        The first call packs the envelope, and later ones return the same. Raises what pickle raises if the result
+        cannot be pickled, for example `PicklingError` or `TypeError`, and what an interceptor raises.
         """
         if self._packed is None:
             self._packed = _pack(self._result, [(key, visit.pack) for key, visit in self._visits.items()])
         return _received, self._packed
 
     def open(self, trips: Mapping[str, Trip]) -> Any:
-        """Returns the result in an envelope that has arrived.
+        """Returns the result in a reply that has arrived. Call it at the caller only.
 
         Args:
-            trips: The parts of the caller's interceptors in the call, by key. May be empty.
+            trips: The objects that do the work of the caller's interceptors for the call, by key. They see the tensors
+                of the result, and may replace them. May be empty.
 
         Raises:
             SerializationError: The result cannot be rebuilt here.
             NotAllowedError: The allow-list of this worker forbids something in it.
+            Exception: What the method `unpack` of an interceptor raises.
         """
         body, tensors, words, handles = self._result
         for key in reversed(list(trips)):
@@ -397,11 +436,13 @@ class ReplyEnvelope:
 
 
 def _received(body: bytes, tensors: Tensors, words: dict[str, Any]) -> ReplyEnvelope:
-    """Called by the unpickler: returns a reply, with the references of the message that is being read.
+    """Called by the unpickler: returns a reply, with the references of the message that this thread is reading.
+
+    The arguments are not checked.
 
     Args:
         body: The pickle of the result, without tensors.
-        tensors: The tensors that belong to the pickle.
+        tensors: The tensors that belong to the pickle; may be empty.
         words: The data of the callee's interceptors, by key.
     """
     return ReplyEnvelope((body, tensors, words, offered()), {})
@@ -409,13 +450,13 @@ def _received(body: bytes, tensors: Tensors, words: dict[str, Any]) -> ReplyEnve
 
 @may_be_called
 def run(request: _Opened) -> Future[Any]:
-    """Called remotely for `rpc_sync` and `rpc_async`: runs the call in an envelope.
+    """Called remotely for `rpc_sync` and `rpc_async` if interceptors take part in the call: runs its function.
 
     Args:
-        request: The envelope. Anything else raises `TypeError`.
+        request: The request with the function, as the unpickler made it. Anything else raises `TypeError`.
 
     Returns:
-        A future of the envelope with the result. It fails with what the function raises.
+        A future of a `ReplyEnvelope`: the result, and data of the interceptors. It fails with what the function raises.
     """
     check_kinds((request, _Opened))
     visits = request.visits
@@ -430,10 +471,10 @@ def run(request: _Opened) -> Future[Any]:
 
 @may_be_called
 def run_remotely(request: _Opened) -> Future[Any]:
-    """Called remotely for `remote`: runs the call in an envelope. Its result stays on this worker.
+    """Called remotely for `remote` if interceptors take part in the call: runs its function. The result stays here.
 
     Args:
-        request: The envelope. Anything else raises `TypeError`.
+        request: The request with the function, as the unpickler made it. Anything else raises `TypeError`.
 
     Returns:
         A future of the result. It fails with what the function raises.
@@ -460,17 +501,18 @@ for _function in (run, run_remotely):
 
 
 def _open_checked(caller: Any, body: Any, tensors: Any, words: Any) -> _Opened:
-    """Opens a request on a worker with an allow-list, after it has checked the types of its parts.
+    """Called by the unpickler of a worker with an allow-list: checks the parts of a request, and returns the request.
 
     Args:
-        caller: The worker that calls. An unknown one raises `UnknownWorkerError`.
-        body: The pickle of the function and its arguments, without tensors.
-        tensors: The tensors that belong to the pickle.
-        words: The data of the caller's interceptors, by key.
+        caller: The `WorkerInfo` of the worker that calls. An unknown one raises `UnknownWorkerError`.
+        body: The pickle of the function and its arguments, without tensors; bytes.
+        tensors: The tensors that belong to the pickle, a list; may be empty.
+        words: The data of the caller's interceptors by key, a dict.
 
     Raises:
         TypeError: A part has the wrong type.
-        NotAllowedError: An interceptor is not in `RESTRICTED`, or the allow-list forbids something in the call.
+        NotAllowedError: A key in `words` is not in `RESTRICTED`, the keys of interceptors that check their data. Or
+            the allow-list forbids something in the call.
         SerializationError: The pickle cannot be read here.
     """
     from farcall.api import current_agent
@@ -486,9 +528,14 @@ def _open_checked(caller: Any, body: Any, tensors: Any, words: Any) -> _Opened:
 
 
 def _receive_checked(body: Any, tensors: Any, words: Any) -> ReplyEnvelope:
-    """Does the same as `_received` on a worker with an allow-list, after it has checked its arguments.
+    """Called by the unpickler of a worker with an allow-list: checks the types of the parts of a reply, and returns it.
 
-    Raises `TypeError` unless `body` is bytes, `tensors` a list of tensors, and `words` a dict.
+    Raises `TypeError` if a part has another type than said below.
+
+    Args:
+        body: The pickle of the result, without tensors; bytes.
+        tensors: The tensors that belong to the pickle, a list; may be empty.
+        words: The data of the callee's interceptors by key, a dict.
     """
     check_kinds((body, bytes), (words, dict))
     check_tensors(tensors)
@@ -496,9 +543,10 @@ def _receive_checked(body: Any, tensors: Any, words: Any) -> ReplyEnvelope:
 
 
 def _take_checked(place: Any) -> torch.Tensor:
-    """Returns the tensor at index `place` of the message that is being read, on a worker with an allow-list.
+    """Returns the tensor at index `place` of the list of tensors that belongs to the pickle being read.
 
-    Raises `TypeError` if `place` is not an int, and `IndexError` if the message has fewer tensors.
+    It is for workers with an allow-list. Raises `TypeError` if `place` is not an int, and `IndexError` if the list is
+    too short.
     """
     check_kinds((place, int))
     return _InternalRPCPickler._tensor_receiver(place)
@@ -516,8 +564,11 @@ register_plain(TorchWorkerInfo, TorchWorkerInfo)
 def _pack(value: Any, pack: Sequence[tuple[str, Callable[[Tensors], tuple[Tensors, Any]]]]) -> tuple[Any, ...]:
     """Returns the pickle of a value, its tensors as the interceptors changed them, and their data by key.
 
+    Raises what pickle raises if the value cannot be pickled, for example `PicklingError` or `TypeError`, and what an
+    interceptor raises.
+
     Args:
-        value: The value. Raises what pickle raises if it cannot be pickled.
+        value: The value.
         pack: The key and the method `pack` of each interceptor, in order; may be empty.
     """
     body, tensors = dumps_apart(value)
@@ -538,14 +589,14 @@ def dumps_apart(value: Any) -> tuple[bytes, Tensors]:
 
 
 def loads_apart(body: bytes, tensors: Tensors) -> Any:
-    """Rebuilds a value from the results of `dumps_apart`.
+    """Rebuilds a value from its pickle and its tensors, the two results of `dumps_apart`.
 
     Args:
         body: The pickle.
-        tensors: The tensors of the value; may be empty.
+        tensors: The tensors of the value, in the order of `dumps_apart`; may be empty.
 
     Raises:
-        SerializationError: The value cannot be rebuilt here.
+        SerializationError: The value cannot be rebuilt here, for example because a tensor is missing.
         NotAllowedError: The allow-list of this worker forbids something in it.
     """
     with receiving_apart(tensors):

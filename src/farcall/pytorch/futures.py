@@ -22,7 +22,7 @@ _CHECK_INTERVAL_S: Final = 0.02
 
 
 class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be there when types are checked
-    """The future of a call as a `torch.futures.Future`.
+    """The future of a call as a `torch.futures.Future`: `wait()` returns the result, and torch's functions accept it.
 
     Attributes:
         call: The future of farcall that it wraps; None once this future is done.
@@ -49,7 +49,7 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
         self.call = None
 
     def wait(self) -> Any:
-        """Waits until the call has ended, and returns its result.
+        """Waits without a limit until the call has ended, and returns its result.
 
         Raises the error of the call, for example `RpcTimeoutError`, or what the function raised.
         """
@@ -67,13 +67,17 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Returns a torch future of the result of `callback(self)`, which is called when this future is done.
 
-        If the callback raises, the returned future fails with that error.
+        A future that has failed is done. If it is done already, the callback is called at once. If the callback raises,
+        the returned future fails with that error.
         """
         self.hasten()
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Calls `callback(self)` when this future is done, or at once if it is. Torch logs what the callback raises."""
+        """Calls `callback(self)` when this future is done, or at once if it is. The result of the callback is ignored.
+
+        A future that has failed is done. Torch logs what the callback raises.
+        """
         self.hasten()
         super().add_done_callback(callback)
 
@@ -91,7 +95,10 @@ def copy_outcome(future: torch.futures.Future, call: Future[Any]) -> None:
     """Completes a torch future with the result or the error of a call that is complete.
 
     An error that is not an `Exception`, such as `KeyboardInterrupt`, becomes a `RuntimeError`, as torch requires.
-    Raises torch's `RuntimeError` if the torch future is complete already.
+
+    Args:
+        future: The torch future. Raises `RuntimeError` if it is complete already.
+        call: The future of the call, which must be complete.
     """
     error = call.exception()
     if error is None:
@@ -144,10 +151,11 @@ def collect_all(futures: Sequence[Any]) -> Any:
     """Returns a torch future that is done when all of these are: `torch.futures.collect_all`, but faster for calls.
 
     Args:
-        futures: Futures of torch. For an empty sequence, the returned future is done.
+        futures: Futures of torch; anything else raises `TypeError`. For an empty sequence, the returned future is done.
 
     Returns:
-        A future whose result is the list of the futures.
+        A future whose result is the list of the futures. If one of them is a call that failed, its own `wait()` raises;
+        the returned future does not fail.
     """
     _hasten(futures)
     return torch._C._collect_all(futures)
@@ -156,7 +164,8 @@ def collect_all(futures: Sequence[Any]) -> Any:
 def wait_all(futures: Sequence[Any]) -> list[Any]:
     """Waits until all futures are done, and returns their results in order; an empty list for no futures.
 
-    Raises the error of a future as soon as it has failed, without waiting for the others.
+    `futures` are futures of torch; anything else raises `TypeError`. Raises the error of a future as soon as it has
+    failed, without waiting for the others.
     """
     together = torch._C._collect_all(futures)  # fails early as well, but only for errors that torch itself sets
     calls = [future for future in futures if isinstance(future, RpcFuture)]
@@ -173,7 +182,7 @@ def wait_all(futures: Sequence[Any]) -> list[Any]:
 
 
 def _hasten(futures: Sequence[Any]) -> None:
-    """Calls `hasten` on all futures that belong to calls, and ignores all others."""
+    """Makes connections read the replies of these futures soon, if they are futures of calls. Ignores all others."""
     for future in futures:
         if isinstance(future, RpcFuture):
             future.hasten()

@@ -34,12 +34,18 @@ import torch
 
 @dataclass(frozen=True)
 class ReplacementFinder(MetaPathFinder, Loader):
-    """An import hook that loads our module when one of torch's is imported."""
+    """An import hook that loads our module when one of torch's is imported. It works once it is in `sys.meta_path`.
+
+    Two finders with equal fields are equal. The names are not checked before they are imported.
+
+    Attributes:
+        modules: Maps the names of torch's modules to those of the modules that replace them.
+        imported_with: Maps names of torch's modules to the names of further modules. When a module is imported, its
+            further modules are imported, too. Empty by default.
+    """
 
     modules: Mapping[str, str]
-    """Maps the names of torch's modules to those of the modules that replace them."""
     imported_with: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Maps some names of torch's modules to others that torch imports at the same time."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -51,7 +57,11 @@ class ReplacementFinder(MetaPathFinder, Loader):
         """Returns None, so that the import system creates an empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Puts our module in place of the one that is being imported. Raises what the import of ours raises."""
+        """Puts our module in place of `module`, which is being imported.
+
+        Then imports the modules that `imported_with` has for its name. Raises `KeyError` if `module` is not in
+        `modules`, and what these imports raise.
+        """
         sys.modules[module.__name__] = importlib.import_module(self.modules[module.__name__])
         for name in self.imported_with.get(module.__name__, ()):
             importlib.import_module(name)
@@ -61,10 +71,12 @@ def replace_when_imported(modules: Mapping[str, str], imported_with: Mapping[str
     """Makes later imports of these modules of torch load our modules in their place.
 
     Does nothing if it was called with the same arguments before. Modules that are imported already are not replaced.
+    The names are not checked before they are imported.
 
     Args:
         modules: Maps the names of torch's modules to those of our modules.
-        imported_with: Maps some of torch's names to other names that are imported at the same time; None for none.
+        imported_with: Maps names of torch's modules to the names of further modules. When a module is imported, its
+            further modules are imported, too. None for none.
     """
     finder = ReplacementFinder(modules, imported_with or {})
     if finder not in sys.meta_path:
@@ -81,9 +93,9 @@ _PREPARATION_CODE: Final = "import sys; sys.path[:] = path; from farcall.pytorch
 
 
 class _InstallWhenUnpickled:
-    """Calls `install` in the process that unpickles it.
+    """Calls `farcall.pytorch.install` in the process that unpickles it. The constructor takes no arguments.
 
-    It is pickled as code, because the child cannot import farcall before it has been given `sys.path`.
+    It is pickled as code that also sets `sys.path`, because that process may not find farcall otherwise.
     """
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -91,7 +103,10 @@ class _InstallWhenUnpickled:
 
 
 def install_in_children() -> None:
-    """Makes child processes of `multiprocessing` run on farcall from now on. Does nothing the second time."""
+    """Makes child processes of `multiprocessing` run on farcall from now on: they call `install` when they start.
+
+    It is for children that are spawned or come from a fork server. Does nothing the second time.
+    """
     get_data = spawn.get_preparation_data
     if _PREPARATION_KEY in vars(get_data):
         return
@@ -191,10 +206,12 @@ def is_installed() -> bool:
 
 
 def replace_if_installed(name: str, module: ModuleType) -> None:
-    """Replaces a module of torch's that exists only once another one is imported. Does nothing before `install`.
+    """Replaces a module of torch's by our module. Does nothing if `install` was not called.
+
+    It is for modules that torch creates only when it imports another module, so that `install` cannot replace them.
 
     Args:
-        name: The name of torch's module. Its parent must be imported.
+        name: The name of torch's module. Raises `KeyError` if its parent is not imported.
         module: Our module.
     """
     if is_installed():
@@ -214,11 +231,14 @@ def _replace(name: str, module: ModuleType) -> None:
 def _find_replacements(
     torch_modules: dict[str, ModuleType], own_modules: dict[str, ModuleType]
 ) -> dict[int, tuple[Any, Any]]:
-    """Returns, by id, each module, class and function of torch that has a replacement, with the replacement.
+    """Returns, by `id()`, each module, class and function of torch that has a replacement, with the replacement.
+
+    Returns an empty dict for no modules.
 
     Args:
         torch_modules: torch's modules by name.
-        own_modules: Our modules by torch's names. Replacements have the same name in the corresponding module.
+        own_modules: Our modules by torch's names. Replacements have the same name in the corresponding module. Raises
+            `KeyError` if one of the names in `torch_modules` is missing.
     """
     replacements: dict[int, tuple[Any, Any]] = {}
     for module_name, module in torch_modules.items():
@@ -235,6 +255,9 @@ def _rebind_everywhere(replacements: dict[int, tuple[Any, Any]]) -> None:
     """Replaces global variables that hold one of these objects, in every imported module except farcall's own.
 
     Does nothing for an empty dict.
+
+    Args:
+        replacements: By `id()` of each object to replace: the object, and its replacement.
     """
     for module_name, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
@@ -246,7 +269,10 @@ def _rebind_everywhere(replacements: dict[int, tuple[Any, Any]]) -> None:
 
 
 def _disable_torch_init_rpc(init_rpc: Any) -> None:
-    """Makes torch's own `init_rpc` raise, for programs that have kept it where `_rebind_everywhere` cannot find it."""
+    """Makes torch's own `init_rpc` raise `RuntimeError`, for programs that have kept it where `install` misses it.
+
+    The code of the given function itself is changed, so that all its users are affected.
+    """
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(

@@ -57,7 +57,10 @@ def _get_current_rpc_agent() -> Any:
 
 
 class RPCExecMode(Enum):
-    """The ways to call a function: by `rpc_sync`, by `rpc_async`, by `rpc_async` in TorchScript, or by `remote`."""
+    """The ways to call a function: by `rpc_sync`, by `rpc_async`, by `rpc_async` in TorchScript, or by `remote`.
+
+    The values are the texts in profiler names, for example `rpc_sync#add(worker0 -> worker1)`.
+    """
 
     SYNC = "sync"
     ASYNC = "async"
@@ -66,7 +69,13 @@ class RPCExecMode(Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A Python function with its positional and its keyword arguments, as torch pickles a call."""
+    """A Python function with its arguments, as torch pickles a call. Nothing is checked.
+
+    Attributes:
+        func: The function.
+        args: Its positional arguments, a tuple; may be empty.
+        kwargs: Its keyword arguments, a dict; may be empty.
+    """
 
     func: Callable[..., Any]
     args: Any
@@ -93,7 +102,8 @@ def _references() -> Any:
 class SendTable(list[torch.Tensor]):
     """A list of the tensors of one value. `_tensor_reducer` adds each tensor to it only once.
 
-    Pickling may find a tensor twice: it starts over when a function has to be sent by value.
+    Pickling may find a tensor twice: it starts over when a function has to be sent by value. The constructor takes no
+    arguments, and the list is empty at first.
 
     Attributes:
         places: The index of each tensor in the list, by the `id()` of the tensor.
@@ -108,7 +118,8 @@ class _Reducers(dict[type, Reducer]):
     """A dispatch table for pickle: the reducers of one pickler, and those registered in this process.
 
     Args:
-        pickler: The pickler. Its methods may be overridden.
+        pickler: The pickler. Its methods for tensors, references and script modules become reducers. A subclass may
+            override them.
     """
 
     def __init__(self, pickler: _InternalRPCPickler) -> None:
@@ -122,9 +133,10 @@ class _Reducers(dict[type, Reducer]):
         self._script_module_reducer = pickler._script_module_reducer
 
     def __missing__(self, kind: type) -> Reducer:
-        """Returns the reducer for a type that the pickler has none for: a registered one, or that of script modules.
+        """Returns the reducer for a type for which the pickler has none.
 
-        Raises `KeyError`, as pickle expects, if there is none.
+        That is one registered in this process or, for a subclass of `torch.jit.ScriptModule`, that of script modules.
+        Raises `KeyError`, as pickle expects, if there is neither.
         """
         if kind in REDUCERS or not issubclass(kind, torch.jit.ScriptModule):
             return REDUCERS[kind]
@@ -134,7 +146,8 @@ class _Reducers(dict[type, Reducer]):
 class _InternalRPCPickler:
     """Pickles values without their tensors, which are returned as a list beside the pickle.
 
-    Programs inherit from it to pickle their calls in another way (`api._use_rpc_pickler`).
+    Programs inherit from it to pickle their calls in another way, and pass an object of their class to
+    `api._use_rpc_pickler`. The constructor takes no arguments.
     """
 
     def __init__(self) -> None:
@@ -152,7 +165,7 @@ class _InternalRPCPickler:
         Args:
             obj_class: The class. Subclasses are not included.
             reducer: Takes an object, and returns a function and a tuple of arguments that rebuild the object, as in
-                pickle.
+                pickle. It is not checked.
         """
         if obj_class not in self._class_reducer_dict:
             self._class_reducer_dict[obj_class] = reducer
@@ -173,7 +186,8 @@ class _InternalRPCPickler:
     def _tensor_reducer(self, tensor: torch.Tensor) -> tuple[Callable[[int], torch.Tensor], tuple[int]]:
         """Adds `tensor` to the list of tensors of the value that this thread is serializing; only its index is pickled.
 
-        Raises `AttributeError` if this thread is not serializing.
+        Returns `_tensor_receiver` and a tuple with the index. Raises `AttributeError` if this thread is not
+        serializing.
         """
         table = _thread_local_tensor_tables.send_tables
         place = len(table)
@@ -185,14 +199,18 @@ class _InternalRPCPickler:
 
     @staticmethod
     def _py_rref_receiver(rref_fork_data: tuple[Any, ...]) -> Any:
-        """Returns the reference for a result of `PyRRef._serialize` in the message that this thread is reading.
+        """Returns the reference at a place in the message that this thread is reading.
 
         Raises `SerializationError` if this thread is not reading a message, or the message has no such reference.
+
+        Args:
+            rref_fork_data: Two numbers: the index of the reference among the references of the message, and the number
+                that `str(rref)` shows for it. A tuple of another length raises `TypeError`.
         """
         return _references().PyRRef._deserialize(rref_fork_data)
 
     def _py_rref_reducer(self, py_rref: Any) -> tuple[Callable[[tuple[Any, ...]], Any], tuple[tuple[Any, ...]]]:
-        """Returns what is pickled in place of the reference `py_rref`.
+        """Returns what is pickled in place of the reference `py_rref`: a function and its arguments.
 
         Raises `SerializationError` if this thread is not writing a message, and `UsageError` if the reference was
         deleted.
@@ -200,9 +218,10 @@ class _InternalRPCPickler:
         return _InternalRPCPickler._py_rref_receiver, (py_rref._serialize(),)
 
     def _rref_reducer(self, rref: Any) -> tuple[Callable[[tuple[Any, ...]], Any], tuple[tuple[Any, ...]]]:
-        """Returns what is pickled in place of a reference that was created by `RRef(value)`.
+        """Returns what is pickled in place of a reference that `RRef(value)` created: a function and its arguments.
 
-        Raises the same errors as `_py_rref_reducer`.
+        Raises `SerializationError` if this thread is not writing a message, and `UsageError` if the reference was
+        deleted.
         """
         return self._py_rref_reducer(rref)
 
@@ -215,7 +234,7 @@ class _InternalRPCPickler:
         return torch.jit.load(io.BytesIO(script_module_serialized))
 
     def _script_module_reducer(self, script_module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        """Returns what is pickled in place of a script module: the bytes that `torch.jit.save` writes.
+        """Returns what is pickled in place of a script module: a function, and the bytes that `torch.jit.save` writes.
 
         Raises `RuntimeError` if torch cannot save the module.
         """
@@ -241,7 +260,7 @@ class _InternalRPCPickler:
             return _dump(obj, _Reducers(self)), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-        """Rebuilds a value from the results of `serialize`.
+        """Rebuilds a value from its pickle and its tensors, the two results of `serialize`.
 
         If the pickle names a function or class that is not defined here, returns (does not raise) an `AttributeError`
         that says so, as torch does.
@@ -251,7 +270,7 @@ class _InternalRPCPickler:
             tensor_table: The tensors of the value; an empty list if it has none.
 
         Raises:
-            SerializationError: The pickle is damaged.
+            SerializationError: The pickle is damaged, or `tensor_table` is too short.
             NotAllowedError: The allow-list of this worker forbids something in it.
         """
         from farcall.pytorch.tensors import receiving_apart  # here, because it imports this module
@@ -322,7 +341,7 @@ def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-    """Rebuilds a value from the results of `serialize`, with the default pickler.
+    """Rebuilds a value from its pickle and its tensors, the two results of `serialize`, with the default pickler.
 
     Args:
         binary_data: The pickle.
@@ -332,7 +351,7 @@ def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
         The value; an `AttributeError` if the pickle names a function or class that is not defined here.
 
     Raises:
-        SerializationError: The pickle is damaged.
+        SerializationError: The pickle is damaged, or `tensor_table` is too short.
         NotAllowedError: The allow-list of this worker forbids something in it.
     """
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
@@ -342,11 +361,15 @@ def _run_function(python_udf: PythonUDF | AttributeError) -> Any:
     """Runs a function that another worker has called. Programs may replace it.
 
     Args:
-        python_udf: The function and its arguments, or the `AttributeError` that `deserialize` returned.
+        python_udf: The function and its arguments, or the `AttributeError` that `deserialize` returns for a function
+            that is not defined here.
 
     Returns:
-        What the function returned. If it raised, or `python_udf` is an error, a `RemoteException`, whose text is also
-        printed to standard error.
+        What the function returned. If it raised, or `python_udf` is an error, a `RemoteException` that describes the
+        exception by a text, which is also printed to standard error.
+
+    Raises:
+        NotInitializedError: The function raised, and this process is not a worker.
     """
     try:
         if isinstance(python_udf, AttributeError):
@@ -370,7 +393,8 @@ def runner_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what to call in place of a function that another worker has called. Every call uses this.
 
     That is the function itself, unless the program has replaced `_run_function`. Then it is a function that passes
-    `function` and its arguments to the replacement.
+    `function` and its arguments to the replacement. Functions of farcall itself that only carry other calls are always
+    returned as they are.
     """
     if _run_function is _our_run_function:
         return function
@@ -390,7 +414,7 @@ class _DescribedException(Exception):
     """Raised in place of a function's exception if a replaced `_run_function` returned a `RemoteException`.
 
     Args:
-        description: The `RemoteException`.
+        description: The `RemoteException`: the exception's text and type. It is kept as the attribute `description`.
     """
 
     def __init__(self, description: RemoteException) -> None:
@@ -401,9 +425,11 @@ class _DescribedException(Exception):
 def _report_exception(error: BaseException, worker: Any) -> RemoteException:
     """Prints an exception to standard error, and returns its description for the caller. Raises nothing.
 
+    The description has the worker, the exception and its traceback as a text, and the type of the exception.
+
     Args:
         error: The exception, which a function has raised that another worker has called.
-        worker: This worker, which the description names.
+        worker: The `WorkerInfo` of this worker, which the description names.
     """
     text = f"On {worker}:\n{error!r}\n{''.join(traceback.format_exception(error))}"
     print(text, file=sys.stderr)
@@ -412,6 +438,8 @@ def _report_exception(error: BaseException, worker: Any) -> RemoteException:
 
 def _handle_exception(result: Any) -> None:
     """Raises the exception that a `RemoteException` describes. Returns None for any other `result`.
+
+    Escapes in the description, such as a backslash and `n`, are replaced by the characters that they stand for.
 
     Raises:
         Exception: Of the type that the function raised, with the description as its text.
@@ -434,14 +462,14 @@ def _handle_exception(result: Any) -> None:
 def exception_for_caller(error: BaseException, worker: Any) -> BaseException:
     """Returns the exception that the caller of a function gets if the function raised `error` on this worker.
 
-    That is `error` itself, with its attributes, cause and traceback. It is a `RuntimeError` with `error` as its cause
-    where torch's callers get a `RuntimeError`. If a replaced `_run_function` has described the exception, it is an
-    exception made from the description, as in torch. Prints `error` to standard error, unless it was described. Raises
-    nothing.
+    That is `error` itself, with its attributes, cause and traceback. If an exception of its type cannot be created from
+    a text alone, it is a `RuntimeError` with `error` as its cause, as in torch. If a replaced `_run_function` has
+    described the exception, it is an exception made from the description. Prints `error` to standard error, unless it
+    was described. Raises nothing.
 
     Args:
         error: What the function raised.
-        worker: This worker, which the description names.
+        worker: The `WorkerInfo` of this worker, which the printed text names.
     """
     try:
         described = error.description if isinstance(error, _DescribedException) else _report_exception(error, worker)
@@ -461,13 +489,13 @@ def exception_for_caller(error: BaseException, worker: Any) -> BaseException:
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """Returns the name of a call in the profiler, for example `rpc_sync#add(worker0 -> worker1)`.
+    """Returns the name of a call in the profiler, for example `rpc_sync#add(worker0 -> worker1)`. Nothing is checked.
 
     Args:
-        exec_type: How the function is called; here by `rpc_sync`.
-        func_name: The name of the function; here `add`.
-        current_worker_name: The name of the caller; here `worker0`.
-        dst_worker_name: The name of the callee; here `worker1`.
+        exec_type: How the function is called; in the example by `rpc_sync`.
+        func_name: The name of the function; in the example `add`.
+        current_worker_name: The name of the caller; in the example `worker0`.
+        dst_worker_name: The name of the callee; in the example `worker1`.
     """
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
 
@@ -475,7 +503,9 @@ def _build_rpc_profiling_key(
 def _start_record_function(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dest_worker_name: str
 ) -> Any:
-    """Returns a profiler record of a call that starts now. Torch's script code uses it.
+    """Returns a profiler record of a call that starts now. Torch's script code uses it, and ends the record.
+
+    The name of the record is for example `rpc_sync#add(worker0 -> worker1)`.
 
     Args:
         exec_type: How the function is called.

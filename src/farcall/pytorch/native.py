@@ -88,7 +88,7 @@ def _invoke_rpc_builtin(dst: WorkerInfo, opName: str, rpcTimeoutSeconds: float, 
     """Runs a builtin operator on another worker.
 
     Args:
-        dst: The worker.
+        dst: The worker. Raises `RuntimeError` if it does not exist, or this process is not a worker.
         opName: The name of the operator, for example `aten::add`.
         rpcTimeoutSeconds: The timeout in seconds; 0 for none, -1 for the default.
         *args: The positional arguments of the operator.
@@ -106,7 +106,7 @@ def _invoke_remote_builtin(
     """Runs a builtin operator on another worker, which keeps the result, and returns a reference to it.
 
     Args:
-        dst: The worker.
+        dst: The worker. Raises `RuntimeError` if it does not exist, or this process is not a worker.
         opName: The name of the operator, for example `aten::add`. If there is none, fetching the value raises.
         rpcTimeoutSeconds: Seconds after which fetching the value fails if the operator has not returned; 0 or -1 for no
             limit.
@@ -127,15 +127,16 @@ def _invoke_rpc_torchscript(
     """Runs a script function on another worker.
 
     Args:
-        dstWorkerName: The name of the worker.
+        dstWorkerName: The name of the worker. Raises `RuntimeError` if it does not exist, or this process is not a
+            worker.
         qualifiedNameStr: The qualified name of the function, for example `__torch__.service.predict`.
-        argsTuple: Its positional arguments.
-        kwargsDict: Its keyword arguments.
+        argsTuple: Its positional arguments; may be empty.
+        kwargsDict: Its keyword arguments; may be empty.
         rpcTimeoutSeconds: The timeout in seconds; 0 for none, -1 for the default.
         isAsyncExecution: True if the function returns a future, whose result is wanted.
 
     Returns:
-        A `torch.futures.Future` of the result. It fails if there is no such function.
+        A `torch.futures.Future` of the result. It fails with what the function raises, or if there is no such function.
     """
     call = script_call(qualifiedNameStr, argsTuple, kwargsDict, isAsyncExecution)
     return _call(dstWorkerName, call, rpcTimeoutSeconds)
@@ -152,8 +153,10 @@ def _invoke_remote_torchscript(
     """Runs a script function on another worker, which keeps the result, and returns a reference to it.
 
     Args:
-        dstWorkerName: The name of the worker.
-        qualifiedNameStr: The qualified name of the function. If there is none, fetching the value raises.
+        dstWorkerName: The name of the worker. Raises `RuntimeError` if it does not exist, or this process is not a
+            worker.
+        qualifiedNameStr: The qualified name of the function, for example `__torch__.service.predict`. If there is none,
+            fetching the value raises.
         rpcTimeoutSeconds: Seconds after which fetching the value fails if the function has not returned; 0 or -1 for no
             limit.
         isAsyncExecution: True if the function returns a future, whose result is kept.
@@ -170,10 +173,10 @@ def _invoke_rpc_python_udf(
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
 ) -> Any:
-    """Runs a pickled `PythonUDF` on another worker.
+    """Runs a pickled `PythonUDF`, a function with its arguments, on another worker.
 
     Args:
-        dst: The worker.
+        dst: The worker. Raises `RuntimeError` if it does not exist, or this process is not a worker.
         pickledPythonUDF: The pickle, as `internal.serialize` returns it.
         tensors: Its tensors; may be empty.
         rpcTimeoutSeconds: The timeout in seconds; 0 for none, -1 for the default.
@@ -192,10 +195,12 @@ def _invoke_remote_python_udf(
     rpcTimeoutSeconds: float,
     isAsyncExecution: bool,
 ) -> PyRRef[Any]:
-    """Runs a pickled `PythonUDF` on another worker, which keeps the result, and returns a reference to it.
+    """Runs a pickled `PythonUDF`, a function with its arguments, on another worker. Returns a reference to the result.
+
+    The other worker keeps the result. If the pickle is damaged, fetching the value raises.
 
     Args:
-        dst: The worker.
+        dst: The worker. Raises `RuntimeError` if it does not exist, or this process is not a worker.
         pickledPythonUDF: The pickle, as `internal.serialize` returns it.
         tensors: Its tensors; may be empty.
         rpcTimeoutSeconds: Seconds after which fetching the value fails if the function has not returned; 0 or -1 for no
@@ -208,7 +213,8 @@ def _invoke_remote_python_udf(
 def _call(to: Any, call: Call, timeout: float) -> Any:
     """Makes a call on worker `to`, and returns a torch future of the result.
 
-    Raises `RuntimeError` if there is no such worker, or this process is not a worker.
+    The future fails with what the function raises, or if the call timed out. Raises `RuntimeError` if there is no such
+    worker, or this process is not a worker.
 
     Args:
         to: The name or the `WorkerInfo` of the worker.
@@ -223,7 +229,8 @@ def _call(to: Any, call: Call, timeout: float) -> Any:
 def _remote(to: Any, call: Call, timeout: float) -> PyRRef[Any]:
     """Makes a call on worker `to`, which keeps the result, and returns a reference to it.
 
-    Raises `RuntimeError` if there is no such worker, or this process is not a worker.
+    Raises `RuntimeError` if there is no such worker, or this process is not a worker. Fetching the value raises what
+    the function raised.
 
     Args:
         to: The name or the `WorkerInfo` of the worker.

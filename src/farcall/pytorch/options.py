@@ -53,14 +53,16 @@ def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
 def _to_device_list(devices: Sequence[DeviceType]) -> list[torch.device]:
     """Returns the CUDA devices that numbers, texts or `torch.device`s name; an empty list for none.
 
-    Raises `ValueError` for other kinds of devices.
+    Raises `ValueError` for other kinds of devices, and `RuntimeError` if torch does not know a text.
     """
     return [_to_device(device) for device in devices]
 
 
 @dataclass(kw_only=True)
 class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
-    """The class that torch has in C++: all options of farcall, and torch's.
+    """The base class of `TensorPipeRpcBackendOptions`: all options of farcall's `RpcBackendOptions`, and torch's.
+
+    Torch has a class of this name in C++.
 
     Args:
         device_maps: For the name of each callee, a map from devices of this worker to devices of the callee; none by
@@ -68,10 +70,19 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
         devices: The CUDA devices that calls may use on this worker. By default those of all device maps.
         _transports: Ignored.
         _channels: Ignored.
+        heartbeat_patience: How many seconds a worker may be silent before it can be declared lost; 30 by default.
+
+    Raises:
+        ValueError: A device map is not one to one, or a device is not CUDA's.
+        TypeError: `rpc_timeout` is not a number.
+        UsageError: Another option has a wrong value.
     """
 
     heartbeat_patience: float = 30.0
-    """As in farcall's options, but longer, because C code of torch often holds the GIL for seconds."""
+    """How many seconds a worker may be silent before it can be declared lost.
+
+    Longer than farcall's default, because C code of torch often holds the GIL for seconds.
+    """
 
     device_maps: dict[str, DeviceMap] = field(default_factory=dict)
     devices: list[torch.device] = field(default_factory=list)
@@ -107,7 +118,8 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
     def _set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
         """Adds the entries of `device_map` to the device map for the worker `to`. Replaces those for the same devices.
 
-        Raises `ValueError` if two devices would be mapped to the same one.
+        An empty map adds nothing. Raises `ValueError` if two devices would be mapped to the same one, and
+        `RuntimeError` for a device that torch does not know.
         """
         self.device_maps = {**self.device_maps, to: {**self.device_maps.get(to, {}), **_to_device_map(device_map)}}
 
@@ -116,28 +128,33 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
 class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
     """The options of the default backend: those of torch, and all of farcall's `RpcBackendOptions`.
 
+    Pass them to `init_rpc`, for example `TensorPipeRpcBackendOptions(rpc_timeout=10)`.
+
     Args:
-        num_worker_threads: The number of threads that run requests.
-        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
-        init_method: The rendezvous URL, for example "env://" or "tcp://host:port".
+        num_worker_threads: The number of threads that run requests; 16 by default.
+        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout. 60 by default.
+        init_method: The rendezvous URL, for example "tcp://host:port". By default "env://": MASTER_ADDR and
+            MASTER_PORT of the environment.
         device_maps: For the name of each callee, a map from devices of this worker to devices of the callee. A tensor
-            on the first arrives on the second.
+            on the first arrives on the second. None by default.
         devices: The CUDA devices that calls may use on this worker. By default those of all device maps.
 
     Raises:
         ValueError: A device map is not one to one, or a device is not CUDA's.
         TypeError: `rpc_timeout` is not a number.
+        UsageError: Another option has a wrong value.
     """
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
-        """Adds entries to the device map for a worker.
+        """Adds entries to the device map for a worker: tensors on one device here arrive on another device there.
 
         Args:
-            to: The name of the worker that is called.
+            to: The name of the worker that is called. It is not checked.
             device_map: Devices of this worker as keys, devices of `to` as values. An empty map changes nothing.
 
         Raises:
             ValueError: The map is not one to one, or contradicts an earlier entry.
+            RuntimeError: torch does not know a device.
         """
         known = self.device_maps.get(to, {})
         for source, target in _to_device_map(device_map).items():
@@ -151,7 +168,11 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
     def set_devices(self, devices: Iterable[DeviceType]) -> None:
         """Sets the CUDA devices that calls may use on this worker, replacing earlier ones.
 
+        Args:
+            devices: Numbers, texts or `torch.device`s. If empty, calls may use the devices of all device maps.
+
         Raises:
             ValueError: A device is not CUDA's.
+            RuntimeError: torch does not know a device.
         """
         self.devices = list(devices)

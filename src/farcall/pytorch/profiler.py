@@ -60,8 +60,25 @@ parse_records: Final = profiler_legacy._parse_legacy_records
 class Event(NamedTuple):
     """An event of torch's profiler as plain values, so that it can be sent from the callee to the caller.
 
-    The fields have the names and meanings of torch's `FunctionEvent`. `start` and `end` are its time range in
-    microseconds.
+    The values are not checked. `Event.of` makes one from torch's `FunctionEvent`, whose attributes have the same names.
+
+    Attributes:
+        node_id: The rank of the worker that recorded it; -1 if it was not set.
+        name: The name of the operator or block.
+        thread: The number of the thread, as torch counts threads.
+        start: When it began, in microseconds since the profiler that recorded it was started.
+        end: When it ended, on the same clock.
+        input_shapes: The shapes of the arguments; empty if they were not recorded.
+        stack: The lines of the Python stack; empty if it was not recorded.
+        scope: Torch's number for the kind of the record, for example a function or a user's block.
+        cpu_memory_usage: Bytes of CPU memory that it allocated, less those that it freed.
+        device_memory_usage: Bytes of memory of a device such as a GPU that it allocated, less those that it freed.
+        is_async: Whether it ended in another thread than it began in.
+        sequence_nr: Torch's number that links a backward operator to its forward operator; -1 for none.
+        fwd_thread: The thread of the forward operator, for a backward operator; None for none.
+        flops: How many floating-point operations it made; None or 0 if they were not counted.
+        use_device: The kind of device that was profiled, such as `cuda`; None for the CPU only.
+        kernels: Name, device number and microseconds of each kernel that it ran on a device; empty for none.
     """
 
     node_id: int
@@ -109,10 +126,11 @@ class Event(NamedTuple):
     def shown(self, call: str, shift: float) -> Any:
         """Returns the event as a `FunctionEvent` of torch's, for the profiler of the caller.
 
+        Its name is `call`, the text `#remote_op: `, and the name of this event.
+
         Args:
-            call: The name of the call in that profiler. The name of the returned event is `call`, `REMOTE_OP` and the
-                name of this event.
-            shift: Microseconds to add to the start and the end of this event.
+            call: The name of the call in that profiler, for example `rpc_sync#add(worker0 -> worker1)`.
+            shift: Microseconds to add to the start and the end of this event; may be 0.
         """
         name = f"{call}{REMOTE_OP}{self.name}"
         shown = FunctionEvent(
@@ -149,20 +167,22 @@ class Report(NamedTuple):
     """What the callee sends back about one profiled call.
 
     Attributes:
-        took: How many microseconds the function ran, or until the future that it returned was done.
+        took: How many microseconds the function ran. If it returned a future, how many until that future was done.
         events: What the profiler of the callee recorded meanwhile; empty if it recorded nothing.
     """
 
     took: float
-    """Microseconds from the start of the function to its end, or to the end of the future that it returned."""
     events: Sequence[Event]
 
 
 class ProfiledCall:
     """One call that was made in this thread while a profiler was active.
 
+    Create it when the call is made, and call `ended` when it has ended. `events` then returns the call as torch's
+    events.
+
     Attributes:
-        key: The name of the call in the profiler.
+        key: The name of the call in the profiler, for example `rpc_sync#add(worker0 -> worker1)`.
         took: How many microseconds the call took; None until `ended` is called.
         report: What the callee sent back about the call; None if the call has not ended, or has failed.
     """
@@ -171,6 +191,7 @@ class ProfiledCall:
         """Starts the clock of the call, and adds a mark to the records of this thread's profiler.
 
         A mark is a short record with a unique name, which `with_calls` later replaces by the events of the call.
+        Without an active profiler no mark is recorded.
 
         Args:
             key: The name of the call in the profiler, for example `rpc_sync#add(worker0 -> worker1)`.
@@ -185,7 +206,7 @@ class ProfiledCall:
             self._began = perf_counter()
 
     def ended(self, report: Report | None) -> None:
-        """Records that the call has ended now.
+        """Records that the call has ended now. If it is called again, the last call counts.
 
         Args:
             report: What the callee sent back about the call; None if the call failed or no report came.
@@ -196,8 +217,11 @@ class ProfiledCall:
     def events(self, mark: Any) -> Iterable[Any]:
         """Yields torch's event for the call, then the events of the callee; nothing if the call has not ended.
 
+        Without a report of the callee, yields only the event for the call.
+
         Args:
-            mark: The `FunctionEvent` that torch made of the mark of this call. Its start is the start of the call.
+            mark: The `FunctionEvent` that torch made of the mark, the short record that this call left in the profiler.
+                Its start is the start of the call.
         """
         if self.took is None:
             return
@@ -226,7 +250,10 @@ class ProfiledCall:
 
 
 class _Marks:
-    """The profiled calls by the names of their marks in the profiler's records. At most `_MOST_CALLS` are kept."""
+    """The profiled calls by the names of their marks: the short records that stand for them in the profiler's records.
+
+    If there are more than `_MOST_CALLS` calls, the oldest is dropped. The constructor takes no arguments.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -234,7 +261,10 @@ class _Marks:
         self._calls: dict[str, ProfiledCall] = {}
 
     def new(self, call: ProfiledCall) -> str:
-        """Stores `call`, and returns a unique name for its mark. Deletes the oldest call if there are too many."""
+        """Stores `call`, and returns a unique name for its mark: the short record of the call in the profiler.
+
+        Deletes the oldest call if there are more than `_MOST_CALLS`. Its mark is then shown as it is.
+        """
         with self._lock:
             mark = f"{call.key}#call {next(self._numbers)}"
             self._calls[mark] = call
@@ -243,7 +273,10 @@ class _Marks:
         return mark
 
     def take(self, mark: str) -> ProfiledCall | None:
-        """Removes and returns the call whose mark has the name `mark`; None if no call has such a mark."""
+        """Removes and returns the call whose mark has the name `mark`; None if no call has such a mark.
+
+        A mark is the short record that stands for a call in the records of the profiler.
+        """
         return self._calls.pop(mark, None)
 
 
@@ -279,16 +312,17 @@ def travelling(events: Iterable[Any]) -> list[Event]:
 
 
 def _parse_legacy_records(thread_records: Any) -> list[Any]:
-    """Replaces torch's function of this name: returns the events of the records, with the events of calls among them.
+    """Replaces torch's function of this name: returns the profiler's events, with those of remote calls among them.
 
     Args:
-        thread_records: What torch's `_disable_profiler_legacy` returned.
+        thread_records: What torch's `_disable_profiler_legacy` returned: one list of records for each thread. Records
+            without calls give the events that torch would return.
     """
     return with_calls(parse_records(thread_records))
 
 
 def listen() -> None:
-    """Makes torch's legacy profiler show calls: replaces its `_parse_legacy_records` by ours.
+    """Makes torch's legacy profiler show remote calls, by replacing its function `_parse_legacy_records`.
 
     A second call has no further effect.
     """
@@ -307,7 +341,16 @@ _MOST_KEPT: Final = 1 << 10
 
 
 class Settings(NamedTuple):
-    """What a profiler records. The fields are those arguments of torch's `profiler_legacy.profile`."""
+    """What a profiler records. All fields are False by default, and are not checked.
+
+    Attributes:
+        use_cuda: The times of CUDA kernels. Ignored on a machine without CUDA.
+        record_shapes: The shapes of arguments.
+        profile_memory: How much memory is allocated and freed.
+        with_stack: The Python stack of each operator.
+        with_flops: Estimates of floating-point operations.
+        with_modules: The modules to which operators belong.
+    """
 
     use_cuda: bool = False
     record_shapes: bool = False
@@ -326,25 +369,28 @@ class Settings(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What the profiler needs to know about the current thread. Each thread has its own values."""
+    """What the profiler needs to know about the current thread. Each thread has its own values.
+
+    Attributes:
+        settings: The settings of the profiler that was started last in this thread; the defaults if none was started.
+        key: The name of the next profiled call of this thread, in place of the usual one; None for the usual one.
+        silent: Whether the calls of this thread are hidden from the profiler.
+    """
 
     settings = Settings()
-    """The settings of the profiler that was started last in this thread."""
     key: str | None = None
-    """The name of the next profiled call of this thread, in place of the usual one; None for the usual one."""
     silent = False
-    """Whether the calls of this thread are hidden from the profiler."""
 
 
 _thread = _Thread()
 
 
 def _set_profiler_node_id(default_node_id: int) -> None:
-    """Sets the `node_id` of everything that profilers of this process record from now on. `init_rpc` calls this.
+    """Sets the `node_id` of all events that profilers of this process record from now on. `init_rpc` calls this.
 
     Args:
-        default_node_id: The rank of this worker. A negative number raises `RuntimeError`. Anything but a number raises
-            `TypeError`.
+        default_node_id: The rank of this worker; it tells the events of several workers apart. A negative number raises
+            `RuntimeError`. Anything but a number raises `TypeError`.
     """
     _set_default_node_id(default_node_id)
 
@@ -360,16 +406,18 @@ def _get_should_profile() -> bool:
 def is_profiled() -> bool:
     """Returns True if a call that this thread makes now is shown in a profiler.
 
-    That is so while torch's legacy profiler is active in this thread, except inside `shown_as`.
+    That is so while torch's legacy profiler is active in this thread, except inside a `with shown_as(...)` block, which
+    shows everything in it as one record.
     """
     return not _thread.silent and _get_should_profile()
 
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Context manager: inside it, torch's profiler records no operators of this thread.
+    """Context manager: inside it, torch's profiler records no operators of this thread; after it, it does again.
 
-    It hides the operators that torch runs to send tensors, because the program did not call them.
+    It hides the operators that torch runs to send tensors, because the program did not call them. Without an active
+    profiler it has no effect.
     """
     torch.autograd._enable_record_function(False)
     try:
@@ -396,14 +444,15 @@ def shown_as(name: str) -> Iterator[None]:
 
 
 class RemoteProfilerManager:
-    """Sets the name that the profiler shows for a call, as torch's class of this name does."""
+    """Sets the name that the profiler shows for a call. It has torch's name, and is used without an instance."""
 
     @staticmethod
     def set_current_profiling_key(key: str) -> None:
-        """Sets the name that the profiler shows for the next profiled call of this thread.
+        """Sets the name that the profiler shows for the next call that this thread makes while a profiler is active.
 
         Args:
-            key: The name, in place of the usual one such as `rpc_sync#add(worker0 -> worker1)`.
+            key: The name, in place of the usual one such as `rpc_sync#add(worker0 -> worker1)`. If empty, the usual
+                name is used. It is not checked.
 
         Raises:
             RuntimeError: A name was set before, and no profiled call has used it yet.
@@ -416,8 +465,8 @@ class RemoteProfilerManager:
 def profiled_name(function: Callable[..., Any]) -> str:
     """Returns the name that the profiler shows for a function other than a builtin operator of torch.
 
-    For a script function that is its qualified name. For others it is `__qualname__` or, without one, another readable
-    name. Raises nothing.
+    For a script function that is its qualified name, such as `__torch__.service.predict`. For others it is
+    `__qualname__` or, without one, another readable name, such as that of its class. Raises nothing.
     """
     if isinstance(function, torch.jit.ScriptFunction):
         return str(torch._jit_internal._qualified_name(function))
@@ -427,7 +476,8 @@ def profiled_name(function: Callable[..., Any]) -> str:
 def key_of(agent: Agent, departure: Departure) -> str:
     """Returns the name that the profiler shows for a call, such as `rpc_sync#add(worker0 -> worker1)`.
 
-    `agent` is the agent of the caller.
+    `agent` is the agent of this worker, which is the caller. The other argument is the call: the callee, the function,
+    and how it is called.
     """
     name = _find_builtin(departure.function) or profiled_name(departure.function)
     return _build_rpc_profiling_key(departure.mode, name, agent.info.name, departure.to.name)
@@ -437,10 +487,10 @@ def key_of(agent: Agent, departure: Departure) -> str:
 
 
 class _Trip(Trip):
-    """The profiler's part in one call that this worker makes.
+    """Does the profiler's work for one call that this worker makes.
 
     Create it in the thread that makes the call, while its profiler is active. That starts the call in the profiler. The
-    constructor takes the agent of this worker and the call.
+    arguments are the agent of this worker, and the call: the callee, the function, and how it is called.
     """
 
     def __init__(self, agent: Agent, departure: Departure) -> None:
@@ -453,7 +503,10 @@ class _Trip(Trip):
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Context manager: hides the operators of torch that pickling and unpickling run from the profiler."""
+        """Context manager: hides the operators of torch that pickling and unpickling run from this thread's profiler.
+
+        Without an active profiler it has no effect.
+        """
         if not _profiler_enabled():
             yield
             return
@@ -461,9 +514,10 @@ class _Trip(Trip):
             yield
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns `tensors` unchanged, and the data for the callee's interceptor.
+        """Returns `tensors` unchanged, and the data for the profiler at the callee.
 
-        The data are the number of the report, which is None except for `remote`, and the settings of the profiler.
+        The data are a pair. The first item is the number under which the callee keeps its report of a call by `remote`;
+        None for any other call. The second is the settings of this thread's profiler, as a tuple.
         """
         return tensors, (self._number, tuple(self._settings))
 
@@ -471,8 +525,8 @@ class _Trip(Trip):
         """Records that the call has ended, and returns `tensors` unchanged.
 
         Args:
-            tensors: The tensors of the reply.
-            words: The `Report` of the callee; None if it has sent none.
+            tensors: The tensors of the reply; may be empty.
+            words: The `Report` that came from the callee: how long the function ran, and its events. None if none came.
         """
         self._call.ended(words)
         return tensors
@@ -482,12 +536,14 @@ class _Trip(Trip):
         self._call.ended(None)
 
     def referenced(self, rref: Any) -> None:
-        """Starts to fetch the report of a call by `remote`, and records the end of the call when the report is here.
+        """Starts to fetch the callee's report of a call by `remote`. Records the end of the call when the report comes.
 
-        If the report cannot be fetched, the call is recorded as ended without one.
+        A report says how long the function ran, and what the profiler recorded there. If it cannot be fetched, the call
+        is recorded as ended without one. Raises nothing.
 
         Args:
-            rref: The reference that `remote` returns. Its profiling future is done when the end is recorded.
+            rref: The reference that `remote` returns. Its profiling future, which `rref._get_profiling_future()`
+                returns, is done when the end is recorded.
         """
 
         def told(done: Future[Any]) -> None:
@@ -505,12 +561,12 @@ class _Trip(Trip):
 
 
 class _Visit(Visit):
-    """The profiler's part in one call that this worker runs for another. It makes a `Report` for the caller.
+    """Does the profiler's work for one call that this worker runs for another: makes a `Report` for the caller.
 
     Args:
         number: Under which number the report is kept until the caller fetches it, for a call by `remote`. None for
             other calls, whose report is sent with the reply.
-        settings: What the profiler of the caller records.
+        settings: What the profiler of the caller records. The profiler here records the same.
     """
 
     def __init__(self, number: str | None, settings: Settings) -> None:
@@ -539,7 +595,11 @@ class _Visit(Visit):
                 self._events = parse_records(torch.autograd._disable_profiler_legacy())
 
     def finished(self) -> None:
-        """Makes the report. For a call by `remote`, keeps the report in `_kept` until the caller fetches it."""
+        """Makes the report: how long the function ran, and its events.
+
+        For a call by `remote`, keeps the report in `_kept` until the caller fetches it. If there are more than
+        `_MOST_KEPT` reports, the oldest is dropped.
+        """
         took = (perf_counter() - self._began) * 1e6
         self._report = Report(took, travelling(with_calls(self._events)))
         if self._number is not None:
@@ -548,7 +608,10 @@ class _Visit(Visit):
                 _kept.pop(next(iter(_kept)), None)
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns `tensors` unchanged, and the report; None in its place if `finished` was not called."""
+        """Returns `tensors` unchanged, and the report for the caller: how long the function ran, and its events.
+
+        The report is None if `finished` was not called.
+        """
         return tensors, self._report
 
 
@@ -560,11 +623,12 @@ def _report_of(rref: Any, number: str) -> Future[Report | None]:
     """Called remotely: waits until the function of a call by `remote` has run, and returns the report about the call.
 
     Args:
-        rref: The reference to the result of the call, which this worker owns.
+        rref: The reference to the result of the call. This worker must own it; otherwise the call fails.
         number: The number of the report. A report can be fetched once.
 
     Returns:
-        A future of the report; of None if there is no report with that number. It fails if the function failed.
+        A future of the report, which says how long the function ran and has its events; of None if there is no report
+        with that number. The future fails if the function raised.
     """
     value: Future[Any] = rref._value_here()
     return value.then(lambda _: _kept.pop(number, None))
@@ -574,29 +638,40 @@ mark_async(_report_of, _report_of, lambda name, result: result)
 
 
 class ProfilerRider:
-    """The interceptor that sends the profiler's settings to the callee, and brings its events back."""
+    """The interceptor that sends the profiler's settings to the callee, and brings its events back.
+
+    It takes part in a call if torch's legacy profiler is active in the calling thread. The constructor takes no
+    arguments.
+    """
 
     key = "profiler"
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
-        """Returns True if a profiler shows the calls of the current thread. `agent` and `to` are ignored."""
+        """Returns True if torch's legacy profiler is active in the current thread and shows its calls, else False.
+
+        `agent` and `to` are ignored.
+        """
         return _profiler_enabled() and is_profiled()  # not bool(): it is on the path of every call
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """Returns the profiler's part in a call that the current thread makes. In the profiler, the call begins now.
+        """Returns the object that does the profiler's work for one call that the current thread makes.
 
-        `agent` is the agent of this worker.
+        In the profiler, the call begins now.
+
+        `agent` is the agent of this worker. The other argument is the call: the callee, the function, and how it is
+        called. Call this only if `concerns` returned True.
         """
         return _Trip(agent, departure)
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Any) -> Visit:
-        """Returns the profiler's part in a call that has come from another worker.
+        """Returns the object that does the profiler's work for one call that has come from another worker.
 
         Args:
             agent: The agent of this worker; ignored.
             caller: The worker that calls; ignored.
-            words: The data that the caller's `pack` returned: the number of the report or None, and the settings.
-                Anything but a pair with valid settings raises `TypeError` or `ValueError`.
+            words: The data that the caller sent: a pair of the number under which the report is kept, or None,
+                and the settings of the caller's profiler. Anything but a pair with a valid tuple of settings raises
+                `TypeError` or `ValueError`.
         """
         number, settings = words
         return _Visit(number, Settings(*settings))

@@ -33,13 +33,14 @@ _ALLOWED_TYPES: Final = _MEMORY_TYPES | frozenset({str, int, bool, type(None), t
 
 
 def make_checked(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a version of a function of `tensors` that checks its arguments before it rebuilds a tensor.
+    """Returns a function that checks its arguments, and then calls `function` to rebuild a tensor from them.
 
     The returned function raises `TypeError` if an argument has a type that is not allowed, and `ValueError` if a part
-    of a sparse tensor repeats the same elements many times.
+    of a sparse tensor repeats the same elements many times. Allowed are memory, texts, whole numbers, truth values,
+    None, tensors, and tuples of whole numbers.
 
     Args:
-        function: One of the functions of `tensors` whose name begins with `rebuild_`.
+        function: One of the functions of `tensors` whose name begins with `rebuild_`. It is not checked.
     """
     is_sparse = function in (tensors.rebuild_coordinates, tensors.rebuild_compressed)
 
@@ -58,7 +59,7 @@ def make_checked(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _copy_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy of a part of a sparse tensor.
+    """Returns a contiguous copy of a part of a sparse tensor: its indices or its values. The part may be empty.
 
     Raises `TypeError` if the part is not dense, and `ValueError` if it is an expanded view of much less memory.
     """

@@ -46,7 +46,13 @@ _POLL_INTERVAL_S: Final = 1e-3
 
 
 class PyRRef(_OwnRRef[T]):
-    """A reference to a value of type `T`, which lives on one worker, its owner. `remote` returns one."""
+    """A reference to a value of type `T`, which lives on one worker, its owner. `remote` returns one.
+
+    `to_here()` fetches the value, and `rpc_sync().method(args)` calls a method of the value on the owner. `RRef(value)`
+    creates a reference to a value of this worker. For a script module, `type_hint` is its TorchScript interface.
+
+    The private fields are futures about the value and the call, and the label: the number that `str(rref)` shows.
+    """
 
     __slots__ = ("_creation", "_label", "_profiling_future", "_type")
 
@@ -59,12 +65,11 @@ class PyRRef(_OwnRRef[T]):
     """A future of the value's type, set when it was first asked for."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        """Creates a reference to a value of this worker.
+        """Creates a reference to a value of this worker. The value is not copied.
 
         Args:
-            value: The value; anything.
-            type_hint: The TorchScript interface of the value, required for a script module and forbidden for anything
-                else.
+            value: The value; anything, None included.
+            type_hint: The TorchScript interface of the value, required for a script module. None for anything else.
 
         Raises:
             RuntimeError: This process is not a worker, or the type hint is missing, wrong or forbidden.
@@ -81,7 +86,7 @@ class PyRRef(_OwnRRef[T]):
     # -- the owner
 
     def owner(self) -> WorkerInfo:
-        """Returns the worker on which the value lives.
+        """Returns the name and rank of the worker on which the value lives.
 
         Raises `OwnerLostError` if that worker left so long ago that this worker has forgotten it.
         """
@@ -89,6 +94,8 @@ class PyRRef(_OwnRRef[T]):
 
     def confirmed_by_owner(self) -> bool:
         """Waits until the owner has counted this reference, and returns True. That usually takes milliseconds.
+
+        Returns True at once on the owner. If the default timeout of calls is 0, the wait has no limit.
 
         Raises:
             RpcTimeoutError: The owner did not confirm the reference within the default timeout of calls.
@@ -108,13 +115,16 @@ class PyRRef(_OwnRRef[T]):
         """Returns the value: the value itself on its owner, a copy on any other worker. Waits until the value is there.
 
         Args:
-            timeout: Seconds until the fetch fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+            timeout: Seconds until the fetch fails; 0 for no timeout. By default the timeout of `init_rpc`'s options. A
+                negative number other than the default -1 raises `UsageError`.
 
         Raises:
             RpcTimeoutError: The fetch timed out, or the function did not return within the timeout that was given to
                 `remote`.
-            UsageError: The reference was deleted.
-            Exception: What the function raised that was called by `remote`.
+            OwnerLostError: The owner was lost.
+            UsageError: The reference was deleted, for example by a shutdown.
+            SerializationError: The value cannot be pickled.
+            Exception: The error of the function that `remote` called, if that function failed.
         """
         self._check_not_deleted("to_here() on it")
         creation = getattr(self, "_creation", None)
@@ -125,9 +135,14 @@ class PyRRef(_OwnRRef[T]):
         return super().to_here(timeout)
 
     def _fetch_by_call(self, timeout: float) -> T:
-        """Fetches the value with an ordinary call, so that interceptors see its tensors.
+        """Fetches the value from its owner with an ordinary call, so that interceptors see its tensors. Returns a copy.
 
-        `timeout`, the result and the errors are those of `to_here`.
+        Args:
+            timeout: Seconds until the fetch fails; 0 for no timeout, -1 for the timeout of `init_rpc`'s options.
+
+        Raises:
+            RuntimeError: The fetch timed out (`RpcTimeoutError`), or the owner was lost (`OwnerLostError`).
+            Exception: The error of the function that should have created the value, if that function failed.
         """
         from farcall.pytorch.api import rpc_sync
         from farcall.pytorch.profiler import shown_as
@@ -139,11 +154,11 @@ class PyRRef(_OwnRRef[T]):
             return super().to_here(timeout)
 
     def local_value(self) -> T:
-        """Returns the value itself, on its owner. Waits until the value is there.
+        """Returns the value itself, on its owner. Waits without a limit until the value is there.
 
         Raises:
-            RuntimeError: This worker is not the owner.
-            Exception: What the function raised that was called by `remote`.
+            RuntimeError: This worker is not the owner, or the reference was deleted.
+            Exception: The error of the function that `remote` called, if that function failed.
         """
         if not self.is_owner():
             rref_id, fork_id = self._ids()
@@ -158,12 +173,15 @@ class PyRRef(_OwnRRef[T]):
         """Returns the type of the value. The owner is asked once, and the answer is kept.
 
         Args:
-            timeout: Seconds until asking fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
-            blocking: If False, returns a torch future of the type at once.
+            timeout: Seconds until asking fails; 0 for no timeout. By default (-1) the timeout of `init_rpc`'s options.
+                Ignored if the answer is known.
+            blocking: If False, returns a torch future of the type at once. The future fails if the owner does not
+                answer in time, or with what the function of the call by `remote` raised.
 
         Raises:
             RpcTimeoutError: The owner did not answer in time. The next call asks again.
-            UsageError: The reference was deleted.
+            OwnerLostError: The owner was lost.
+            UsageError: The reference was deleted, or `timeout` is negative and not -1.
             Exception: What the function of the call by `remote` raised.
         """
         from farcall.pytorch import api
@@ -182,8 +200,9 @@ class PyRRef(_OwnRRef[T]):
     def _get_future(self) -> torch.futures.Future:
         """Returns a torch future that is done when the value exists. Raises nothing.
 
-        The future fails if the function of the call by `remote` raised, or did not return within the timeout that was
-        given to `remote`.
+        The future fails with what the function of the call by `remote` raised. On other workers than the owner, it also
+        fails if the function did not return within the timeout that was given to `remote`, or else within the default
+        timeout of calls. It has failed already if the reference was deleted or its owner was lost.
         """
         if getattr(self, "_creation", None) is None:
             try:
@@ -195,7 +214,9 @@ class PyRRef(_OwnRRef[T]):
     def _watch_creation(self, timeout: float) -> None:
         """Makes `to_here` fail if the function of the call by `remote` does not return within `timeout` seconds.
 
-        0 means no timeout.
+        0 means no timeout, and -1 the default timeout of calls. The future that `_get_future` returns fails at the
+        timeout, too. With any other negative number, that future has failed already, but `to_here` does not fail.
+        Raises nothing.
         """
         ask = self._calling.call_on
         try:
@@ -206,9 +227,9 @@ class PyRRef(_OwnRRef[T]):
         self._creation.watch(_ignore, waker=False, attended=True)
 
     def _get_profiling_future(self) -> torch.futures.Future:
-        """Returns a future that is done when the profiler of this thread has the events of the call by `remote`.
+        """Returns a torch future that is done when the profiler of the caller has the events of the call by `remote`.
 
-        Raises `RuntimeError` if no profiler was active when `remote` was called.
+        Raises `RuntimeError` if no profiler was active when `remote` was called, and on other workers than the caller.
         """
         future = getattr(self, "_profiling_future", None)
         if future is None:
@@ -220,15 +241,16 @@ class PyRRef(_OwnRRef[T]):
         self._profiling_future = profiling_future
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Runs the backward pass with the value of this reference as its root, as torch's `RRef.backward` does.
+        """Runs the backward pass of autograd with the value of this reference as its root, and waits for its end.
 
         Args:
             dist_autograd_ctx_id: The id of the distributed autograd context, in which gradients are accumulated. By
                 default (-1) the pass is local and gradients go to `.grad`, which works on the owner only.
-            retain_graph: Keeps the graph for another pass.
+            retain_graph: If True, keeps the graph for another pass.
 
         Raises:
-            RuntimeError: The value is not a scalar tensor that requires grad, or the context does not exist.
+            RuntimeError: The value is not a scalar tensor that requires grad, the context does not exist, or this
+                worker is not the owner and no context is given.
         """
         from farcall.pytorch.autograd.references import backward
 
@@ -239,9 +261,11 @@ class PyRRef(_OwnRRef[T]):
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Returns a proxy: `rref.rpc_sync().method(args)` runs the method on the owner, and returns its result.
 
+        Nothing is sent before a method is called. A method that does not exist raises `AttributeError` then.
+
         Args:
-            timeout: Seconds until each call of the proxy fails; 0 for no timeout. By default that of `init_rpc`'s
-                options.
+            timeout: Seconds until each call of the proxy fails; 0 for no timeout. By default (-1) the timeout of
+                `init_rpc`'s options. Any other negative number raises `UsageError` when a method is called.
         """
         from farcall.pytorch import api, rref_proxy
 
@@ -250,22 +274,26 @@ class PyRRef(_OwnRRef[T]):
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Returns a proxy: `rref.rpc_async().method(args)` runs the method on the owner, and returns a future at once.
 
+        Nothing is sent before a method is called. If the method does not exist, the future fails with `AttributeError`.
+
         Args:
-            timeout: Seconds until each call of the proxy fails; 0 for no timeout. By default that of `init_rpc`'s
-                options.
+            timeout: Seconds until each future of the proxy fails; 0 for no timeout. By default (-1) the timeout of
+                `init_rpc`'s options. Any other negative number raises `UsageError` when a method is called.
         """
         from farcall.pytorch import api, rref_proxy
 
         return rref_proxy.RRefProxy(self, api.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Returns a proxy: `rref.remote().method(args)` runs the method on the owner, and returns a reference at once.
+        """Returns a proxy: `rref.remote().method(args)` runs the method on the owner, and returns a reference.
 
-        The result of the method stays on the owner. A method that does not exist raises when the reference is used.
+        The reference is to the result of the method, which stays on the owner. A call of the proxy first waits for the
+        type of the value, and raises `AttributeError` if the type has no such method. While an interceptor such as the
+        profiler is active, it does not wait, and fetching the result raises instead.
 
         Args:
-            timeout: Seconds after which fetching a result fails if the method has not returned. By default there is
-                none.
+            timeout: Seconds after which fetching a result fails if the method has not returned; 0 for no timeout. By
+                default there is none.
         """
         from farcall.pytorch import api, rref_proxy
 
@@ -301,13 +329,15 @@ class PyRRef(_OwnRRef[T]):
         """Returns the reference for `place`, a result of `_serialize`, in the message that this thread is reading.
 
         Raises `SerializationError` if this thread is not reading a message, or the message has no such reference.
+        Raises `TypeError` if `place` does not have two items.
         """
         return _receive(*place)
 
     def _check_not_deleted(self, what: str) -> None:
-        """Checks that the reference can be used.
+        """Returns None if the reference can be used.
 
-        Raises `UsageError` if it was deleted, and `OwnerLostError` if its owner was lost.
+        Raises `UsageError` if it was deleted, `OwnerLostError` if its owner was lost, and another `RpcError` if the
+        owner refused it.
 
         Args:
             what: The operation that the caller is about to do, for the message.
@@ -318,7 +348,11 @@ class PyRRef(_OwnRRef[T]):
             raise UsageError(f"{self} is gone ({error}). Cannot call {what} after deletion.") from None
 
     def _ids(self) -> tuple[str, str]:
-        """Returns the ids of the reference and of this fork as texts, with the numbers that torch gives them."""
+        """Returns the ids of the reference and of this fork as texts.
+
+        For example `GloballyUniqueId(created_on=1, local_id=2)`: the id of the worker that created it, and the number
+        that torch would give it there.
+        """
         reference, fork = self._handle.reference, self._handle.fork
         rref_id = _unique_id_text(reference.creator, self._label)
         if fork is None or reference.creator == self._handle.reference_store.me:
@@ -326,7 +360,11 @@ class PyRRef(_OwnRRef[T]):
         return rref_id, _unique_id_text(fork.creator, fork.number)
 
     def __str__(self) -> str:
-        """Returns the text that torch's references have: `OwnerRRef(...)` on the owner, else `UserRRef(...)`."""
+        """Returns the text that torch's references have.
+
+        That is `OwnerRRef(...)` with the id of the reference on the owner, else `UserRRef(...)` with the ids of the
+        reference and of this fork.
+        """
         rref_id, fork_id = self._ids()
         if self.is_owner():
             return f"OwnerRRef({rref_id})"
@@ -335,6 +373,9 @@ class PyRRef(_OwnRRef[T]):
 
 class RRef(PyRRef[T], Generic[T]):
     """A reference that its owner creates: `RRef(value)`. Also the type for annotations: `RRef[int]`.
+
+    The constructor takes the value, and for a script module its TorchScript interface as `type_hint`. It raises
+    `RuntimeError` if this process is not a worker, or if the type hint is missing or wrong.
 
     As in torch, references that `remote` returns or that calls receive are exactly of type `PyRRef`, because programs
     test `type(rref) is PyRRef`. Also as in torch, only an `RRef` can have attributes of the program's own.
@@ -345,9 +386,12 @@ _new_rref: Final = PyRRef.__new__
 
 
 class _ToOwner:
-    """Stands for the reference `rref` in a call to the owner of its value. The owner does not count a new fork for it.
+    """Stands for a reference in a call to the owner of its value. The owner does not count a new fork for it.
 
     That is safe because the caller keeps its own fork until the call is answered.
+
+    Args:
+        rref: The reference. The owner must have counted the fork of this worker; that is not checked.
     """
 
     __slots__ = ("_rref",)
@@ -357,7 +401,10 @@ class _ToOwner:
 
 
 def _reduce_to_owner(wrapped: _ToOwner) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns what pickle needs to rebuild the reference in `wrapped` on its owner: its id and its label."""
+    """Returns what pickle needs to rebuild the reference in `wrapped` on its owner: a function, and the id and label.
+
+    The label is the number of the reference in `str(rref)`.
+    """
     return _receive_here, (tuple(wrapped._rref._handle.reference), wrapped._rref._label)
 
 
@@ -365,9 +412,10 @@ register_reducer(_ToOwner, _reduce_to_owner)
 
 
 def _for_owner(rref: PyRRef[Any], to: AnyWorkerInfo) -> _ToOwner | None:
-    """Returns a `_ToOwner`, to be sent in place of `rref` in a call to worker `to`.
+    """Returns a `_ToOwner`, to be sent in place of `rref` in a call to worker `to`. It saves counting a new fork.
 
     Returns None if the reference must be sent as usual: `to` does not own the value, or has not counted this fork yet.
+    Raises `UsageError` if the reference was deleted.
     """
     return _ToOwner(rref) if _is_known_at(rref._handle, to) else None
 
@@ -375,7 +423,8 @@ def _for_owner(rref: PyRRef[Any], to: AnyWorkerInfo) -> _ToOwner | None:
 def _is_known_at(handle: Any, to: AnyWorkerInfo) -> bool:
     """Returns True if worker `to` owns the value of `handle` and has counted this fork; else False.
 
-    Raises what `handle.check()` raises if the reference cannot be used any more, for example `OwnerLostError`.
+    `handle` is the `_handle` of a reference. Raises an `RpcError` if the reference cannot be used any more:
+    `OwnerLostError` if its owner was lost, `UsageError` if it was deleted.
     """
     if handle.fork is None or not handle.confirmed:
         return False
@@ -418,9 +467,11 @@ def _from_numbers(owner: int, creator: int, number: int, token: bytes, label: in
 
 
 def _as_numbers(rref: PyRRef[Any], to: AnyWorkerInfo) -> tuple[int, int, int, bytes, int] | None:
-    """Returns the four parts of the id of `rref`, and its label, to be sent to worker `to` in place of the reference.
+    """Returns the id and the label of `rref` as a tuple, to be sent to worker `to` in place of the reference.
 
-    Returns None if the reference must be sent as usual: `to` does not own the value, or has not counted this fork yet.
+    The tuple is the numbers of owner, creator and reference, the token, and the label, which is the number in
+    `str(rref)`. Returns None if the reference must be sent as usual: `to` does not own the value, or has not counted
+    this fork yet. Raises `UsageError` if the reference was deleted.
     """
     return (*rref._handle.reference, rref._label) if _is_known_at(rref._handle, to) else None
 
@@ -450,9 +501,14 @@ def _receive(place: int, label: int) -> PyRRef[Any]:
 
 
 def _receive_here_checked(reference: Any, label: Any) -> PyRRef[Any]:
-    """Does the same as `_receive_here` on a worker with an allow-list, after it has checked the types of its arguments.
+    """Returns a reference to a value that this worker owns, after it has checked the types of the arguments.
 
-    Raises `TypeError` if one has the wrong type, and `ReferenceRefusedError` if there is no such value.
+    It is for workers with an allow-list. Raises `TypeError` if an argument has the wrong type or length, and
+    `ReferenceRefusedError` if this worker has no value with that id and token.
+
+    Args:
+        reference: The id of the reference: a tuple of the numbers of owner, creator and reference, and the token.
+        label: The number of the reference in `str(rref)`, an int.
     """
     check_kinds((reference, tuple), (label, int))
     *numbers, token = reference or (None,)
@@ -461,15 +517,25 @@ def _receive_here_checked(reference: Any, label: Any) -> PyRRef[Any]:
 
 
 def _receive_checked(place: Any, label: Any) -> PyRRef[Any]:
-    """Does the same as `_receive` on a worker with an allow-list. Raises `TypeError` unless both are integers."""
+    """Returns a reference of the message that this thread is reading, after it has checked the arguments.
+
+    It is for workers with an allow-list. Raises `TypeError` unless both are integers, and `SerializationError` if the
+    message has no such reference.
+
+    Args:
+        place: The index of the reference among the references of the message.
+        label: The number of the reference in `str(rref)`.
+    """
     check_kinds((place, int), (label, int))
     return _receive(place, label)
 
 
 def _receive_place_checked(place: Any) -> PyRRef[Any]:
-    """Does the same as `PyRRef._deserialize` on a worker with an allow-list, after it has checked `place`.
+    """Returns the reference that `place` stands for in the message that this thread is reading.
 
-    Raises `TypeError` unless `place` is a tuple of two integers.
+    It is for workers with an allow-list. `place` is a tuple of the index of the reference among those of the message,
+    and of its number in `str(rref)`. Raises `TypeError` unless `place` is a tuple of two integers, and
+    `SerializationError` if the message has no such reference.
     """
     check_kinds((place, tuple))
     return _receive_checked(*place)
@@ -483,7 +549,8 @@ register_plain(_InternalRPCPickler._py_rref_receiver, _receive_place_checked)
 class _Labels:
     """Gives numbers to the references that this worker creates, for `str(rref)`, as torch counts them.
 
-    As in torch, a reference and the fork of its creator have consecutive numbers.
+    As in torch, a reference and the fork of its creator have consecutive numbers. The constructor takes no arguments,
+    and starts from 0.
     """
 
     def __init__(self) -> None:
@@ -495,7 +562,7 @@ class _Labels:
         self._lock = threading.Lock()
 
     def next(self, count: int) -> int:
-        """Reserves `count` numbers, and returns the first of them. Safe for several threads."""
+        """Reserves `count` numbers, and returns the first of them. `count` is not checked. Safe for several threads."""
         with self._lock:
             first, self._next = self._next, self._next + count
         return first
@@ -511,6 +578,7 @@ def _ignore(creation: Future[Any]) -> None:
 def _value_of(rref: PyRRef[T]) -> T:
     """Called remotely on the owner: waits until the value of `rref` exists, and returns it.
 
-    Raises what the function raised that should have created the value.
+    Raises `RuntimeError` if another worker owns the value. If the function that should have created the value failed,
+    raises its error.
     """
     return rref.local_value()

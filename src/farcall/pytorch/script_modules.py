@@ -66,7 +66,10 @@ def check_type_hint(value: Any, type_hint: Any) -> None:
 
 
 def _is_interface_of(name: str, kind: Any) -> bool:
-    """Returns True if `name` is the name of a TorchScript interface that the type `kind` implements."""
+    """Returns True if `name` is the name of a TorchScript interface that the type `kind` implements.
+
+    Returns False if no interface has this name. `kind` is a type of TorchScript's.
+    """
     try:
         interface = torch._C.InterfaceType(name)
     except TypeError:  # no interface has this name

@@ -22,13 +22,13 @@ from farcall.runtime.interceptors import ServerCall, ServerInterceptor
 
 
 class _Recording:
-    """One profile that was entered and not left yet.
+    """One profile that was entered and not left yet. It collects records of functions that other workers call here.
 
     Args:
-        config: A `torch.autograd.ProfilerConfig`: what is recorded.
+        config: A `torch.autograd.ProfilerConfig`: what is recorded. It is not checked.
 
     Attributes:
-        records: What torch's profiler recorded, one entry for each function that has run.
+        records: What torch's profiler recorded, one entry for each function that has run; empty at first.
     """
 
     def __init__(self, config: Any) -> None:
@@ -44,7 +44,8 @@ _lock: Final = threading.Lock()
 def _profile_function() -> Iterator[None]:
     """Context manager around one function: profiles it, and adds its records to all entered profiles.
 
-    Does nothing if no profile is entered, or if this thread has an active profiler already.
+    The profile that was entered last decides what is recorded. Does nothing if no profile is entered, or if this thread
+    has an active profiler already.
     """
     ranges = list(_recordings)
     if not ranges or torch.autograd._profiler_enabled():  # this thread already has a profiler of another kind
@@ -61,10 +62,15 @@ def _profile_function() -> Iterator[None]:
 
 
 class _ProfileInterceptor(ServerInterceptor):
-    """Profiles each function that this worker runs for others."""
+    """An interceptor that profiles each function that this worker runs for others, while a profile is entered."""
 
     def intercept(self, call: ServerCall, proceed: Callable[[ServerCall], Any]) -> Any:
-        """Runs the call, and profiles its function if a profile is entered. Returns and raises what the call does."""
+        """Runs the call, and profiles its function if a profile is entered. Returns and raises what the call does.
+
+        Args:
+            call: The call that has come from another worker.
+            proceed: Runs the call that it is given.
+        """
         with _profile_function():
             return proceed(call)
 
@@ -73,10 +79,12 @@ _interceptor: Final = _ProfileInterceptor()
 
 
 def _enable_server_process_global_profiler(config: Any) -> None:
-    """Enters a profile: from now on the functions that other workers call here are profiled.
+    """Enters a profile: from now on the functions that other workers call here are profiled, in all threads.
+
+    Profiles can be nested; all of them get the records.
 
     Args:
-        config: A `torch.autograd.ProfilerConfig`: what is recorded.
+        config: A `torch.autograd.ProfilerConfig`: what is recorded. It is not checked.
 
     Raises:
         RuntimeError: This process is not a worker.
@@ -111,10 +119,23 @@ def _disable_server_process_global_profiler() -> list[Any]:
 
 
 class _server_process_global_profile(profiler_legacy.profile):  # type: ignore[misc]  # noqa: N801 (torch's name)
-    """Like `torch.autograd.profiler_legacy.profile`, but profiles all functions that other workers call here.
+    """A profile of all functions that other workers call here, in all threads, while it is entered.
 
-    It can be entered by a call: `rref = rpc.remote(worker, rpc._server_process_global_profile)`, then
-    `rref.rpc_sync().__enter__()`.
+    The arguments are those of `torch.autograd.profiler_legacy.profile`, for example `record_shapes=True`; with
+    `enabled=False` it does nothing. Another worker can enter it by a call: see the second example.
+
+    Attributes:
+        entered: True once the profile was entered. It can be entered only once.
+        process_global_function_events: For each function that ran while the profile was entered, the list of its
+            events. Set when the profile is left.
+
+    Example:
+        with rpc._server_process_global_profile() as profile:
+            serve_other_workers()
+        print(profile.key_averages())
+
+        rref = rpc.remote("worker1", rpc._server_process_global_profile)
+        rref.rpc_sync().__enter__()
     """
 
     entered: bool
@@ -138,7 +159,9 @@ class _server_process_global_profile(profiler_legacy.profile):  # type: ignore[m
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool | None:
         """Leaves the profile that was entered last, and sets `function_events` and `process_global_function_events`.
 
-        Does nothing if this object was created with `enabled=False`. Raises `RuntimeError` if no profile is entered.
+        The first are all events, the second a list of events for each function that ran meanwhile; both may be empty.
+        Does nothing if this object was created with `enabled=False`. Returns False or None, so an error of the block is
+        raised again. Raises `RuntimeError` if no profile is entered.
         """
         if not self.enabled:
             return None

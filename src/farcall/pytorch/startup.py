@@ -32,18 +32,20 @@ def init_rpc(
 ) -> None:
     """Makes this process a worker, and returns when all workers of the group have joined.
 
+    In an open group, it waits only until this worker has joined.
+
     Args:
-        name: The name of this worker, unique in the group.
+        name: The name of this worker, unique in the group: A-Z, a-z, 0-9, `_`, `-` and `:`, from 1 to 127 characters.
         backend: A member of `BackendType`. By default the backend that the options belong to, else TENSORPIPE.
-        rank: The rank of this worker; -1 takes the environment variable RANK.
-        world_size: The number of workers; None for an open group, which workers join and leave at any time.
+        rank: The rank of this worker; -1 takes the environment variable RANK. If that is not set, raises `ValueError`.
+        world_size: The number of workers; None or 0 for an open group, which workers join and leave at any time.
         rpc_backend_options: The options of the backend; None for its defaults.
 
     Raises:
         TypeError: `backend` is not a backend, or `rpc_backend_options` are not options.
         ValueError: The rank does not exist in a group of this size, or the environment lacks MASTER_ADDR or the like.
-        RuntimeError: This process is already a worker, other workers did not come in time, the name is not unique, or
-            the workers were started with different world sizes.
+        RuntimeError: This process is already a worker, other workers did not come in time, the name is not valid or not
+            unique, or the workers were started with different world sizes.
 
     Example:
         rpc.init_rpc("worker0", rank=0, world_size=2)
@@ -67,7 +69,8 @@ def init_rpc(
 def _infer_backend(options: Any) -> Any:
     """Returns the backend whose options have the type of `options`; TENSORPIPE if `options` is None.
 
-    Logs a warning for any other backend. Raises `TypeError` if no backend has such options.
+    A backend is a member of `BackendType`. Logs a warning if it is another one than TENSORPIPE. Raises `TypeError` if
+    no backend has such options.
     """
     types = backend_registry.BackendType
     if options is None:
@@ -87,10 +90,10 @@ def _infer_backend(options: Any) -> Any:
 
 
 def _open_store(options: Any, rank: int, world_size: int | None) -> Any:
-    """Opens torch's store at the rendezvous of the options, and returns a part of it that only this group uses.
+    """Opens torch's store at the rendezvous URL of the options, and returns a part of it that only this group uses.
 
     Args:
-        options: The options of the backend.
+        options: The options of the backend. `init_method` is the URL.
         rank: The rank of this worker.
         world_size: The number of workers; None or 0 for an open group.
 
@@ -128,9 +131,15 @@ def _open_store(options: Any, rank: int, world_size: int | None) -> Any:
 def _validate_rpc_args(
     backend: Any, store: Any, name: Any, rank: Any, world_size: Any, rpc_backend_options: Any
 ) -> None:
-    """Returns None if the arguments, which are those of `_init_rpc_backend`, have the right types.
+    """Returns None if the arguments have the right types; raises `RuntimeError` for the first one that has not.
 
-    Raises `RuntimeError` for the first one that has not.
+    Args:
+        backend: A member of `BackendType`.
+        store: A `torch.distributed.Store`.
+        name: The name of this worker, a str.
+        rank: The rank of this worker, a whole number.
+        world_size: The number of workers, a whole number; None for an open group.
+        rpc_backend_options: The options of the backend, a `BackendOptions`.
     """
     wanted = [
         (backend, backend_registry.BackendType),
@@ -146,9 +155,9 @@ def _validate_rpc_args(
 
 
 def _find_rank(rank: int) -> int:
-    """Returns the given rank; for -1, the one in the environment variable RANK, or -1 if that is not set.
+    """Returns the given rank; for -1, the one in the environment variable RANK, or -1 if that is not set or empty.
 
-    Raises `RuntimeError` if RANK is not a whole number.
+    Raises `RuntimeError` if RANK is not a whole number of at least 0.
     """
     told = os.environ.get("RANK", "") if rank == -1 else ""
     if not told:
@@ -183,15 +192,18 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Makes this process a worker, with a store of torch's that all workers share instead of a rendezvous URL.
+    """Makes this process a worker. The workers find each other at the given store, not at a rendezvous URL.
+
+    Returns when all workers of a fixed group have joined.
 
     Args:
         backend: A member of `BackendType`.
-        store: A `torch.distributed.Store`.
-        name: The name of this worker.
-        rank: Its rank.
-        world_size: The number of workers; None for an open group.
-        rpc_backend_options: The options of the backend.
+        store: A `torch.distributed.Store`, which all workers share.
+        name: The name of this worker, unique in the group.
+        rank: The rank of this worker. The default -1 is accepted in an open group only: a fixed group waits in vain
+            for the missing rank.
+        world_size: The number of workers; None or 0 for an open group.
+        rpc_backend_options: The options of the backend. None, the default, is not accepted.
 
     Raises:
         RuntimeError: An argument has the wrong type, this process is already a worker, or the others did not come in

@@ -75,7 +75,11 @@ _ndarray: Final = None if numpy is None else numpy.ndarray
 
 
 class _ThreadState(threading.local):
-    """Whether the current thread puts tensors into a list outside of the pickle; see `sending_apart`."""
+    """State of the current thread. Each thread has its own.
+
+    Attributes:
+        is_apart: True inside `sending_apart`: tensors that this thread pickles are collected in a list. Else False.
+    """
 
     is_apart = False
     """True inside `sending_apart`. Faster to check than the table."""
@@ -88,7 +92,8 @@ _thread = _ThreadState()
 def sending_apart() -> Iterator[SendTable]:
     """Context manager: the tensors of everything that this thread pickles inside it are collected in a list.
 
-    Yields the list, which is empty at first. The pickle contains only the indices of the tensors.
+    Yields the list, which is empty at first. The pickle contains only the indices of the tensors. Blocks can be nested;
+    each has its own list.
     """
     was_apart = _thread.is_apart
     mine = _tables.__dict__  # this thread's; faster than looking up an attribute that is usually missing
@@ -109,7 +114,8 @@ def sending_apart() -> Iterator[SendTable]:
 def receiving_apart(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Context manager: everything that this thread unpickles inside it takes its tensors from a list, by index.
 
-    An index that the list does not have makes unpickling fail.
+    An index that the list does not have makes unpickling fail with `IndexError`, or with an error of which that is the
+    cause.
 
     Args:
         tensors: The list that `sending_apart` yielded at the sender; may be empty.
@@ -129,7 +135,9 @@ def receiving_apart(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 def reduce_tensor(tensor: torch.Tensor) -> Any:
     """Returns what pickle needs to rebuild a tensor: a function and its arguments.
 
-    Raises `RuntimeError` if the tensor is not in CPU memory, except inside `sending_apart`.
+    Inside `sending_apart`, a context manager, the tensor is added to its list, and the arguments are only its index.
+    Otherwise they contain the elements that the tensor shows. Raises `RuntimeError` if the tensor is not in CPU memory,
+    except inside `sending_apart`.
     """
     if _thread.is_apart:
         return _internal_rpc_pickler._tensor_reducer(tensor)
@@ -146,7 +154,8 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 def reduce_parameter(parameter: Parameter) -> Any:
     """Returns what pickle needs to rebuild a parameter of a module: a function and its arguments.
 
-    Pickling these raises `RuntimeError` if the parameter is not in CPU memory, except inside `sending_apart`.
+    Inside `sending_apart`, a context manager, the parameter is added to its list, and the arguments are only its index.
+    Otherwise they contain its tensor, and pickling that raises `RuntimeError` if it is not in CPU memory.
     """
     if _thread.is_apart:
         return _internal_rpc_pickler._tensor_reducer(parameter)
@@ -161,7 +170,10 @@ Faster than `ctypes.string_at`, which makes a foreign function call.
 
 
 def _bytes_of(size: int) -> Any:
-    """Returns a function from an address to an object whose `raw` copies `size` bytes, and caches it in `_bytes_at`."""
+    """Returns a function for copying `size` bytes of memory: `function(address).raw` is a copy, as `bytes`.
+
+    Stores the function in `_bytes_at`, a cache with one function for each size. Empties the cache first if it is full.
+    """
     if len(_bytes_at) >= _MAX_CACHED_SIZES:
         _bytes_at.clear()
     found = _bytes_at[size] = (c_char * size).from_address
@@ -171,7 +183,7 @@ def _bytes_of(size: int) -> Any:
 def _tensor_memory(tensor: torch.Tensor) -> Any:
     """Returns the memory of a contiguous tensor in CPU memory: a copy as `bytes` if it is small, else a buffer over it.
 
-    Returns empty `bytes` for an empty tensor. The caller must check that the tensor is such a tensor.
+    Returns empty `bytes` for an empty tensor. It is not checked that the tensor is contiguous and in CPU memory.
     """
     size = tensor.nbytes
     if size < OUT_OF_BAND_MIN_BYTES:
@@ -186,12 +198,14 @@ _small_tensors: Final[dict[tuple[torch.dtype, torch.Size], tuple[bytes, Any]]] =
 
 
 def pack_tensor(tensor: torch.Tensor, start: bytes = SINGLE_ARRAY_START, with_gradients: bool = False) -> Packed | None:
-    """Returns a tensor in the format for arrays that need no pickle (`register_array_type`): the bytes and the buffers.
+    """Returns a tensor in a format that needs no pickle: bytes, and a list of buffers.
 
-    Returns None for a tensor that must be pickled: not in CPU memory, not contiguous, sparse, empty and so on.
+    The bytes are `start`, a header with the type and shape and, for a small tensor, its elements. The list has one
+    buffer over the elements of a large tensor, and is empty for a small one. Returns None for a tensor that must be
+    pickled: not in CPU memory, not contiguous, sparse, empty and so on.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor. It is not checked that it is one.
         start: The first bytes of the result.
         with_gradients: If False, a tensor that requires gradients must be pickled. If True, the caller sends separately
             that it requires them.
@@ -216,10 +230,11 @@ def pack_tensor(tensor: torch.Tensor, start: bytes = SINGLE_ARRAY_START, with_gr
 
 
 def _pack_unknown(tensor: torch.Tensor, start: bytes) -> Packed | None:
-    """Returns a tensor that is large, or the first of its type and shape, in the format of `pack_tensor`.
+    """Returns a tensor that is large, or the first of its type and shape, as bytes and a list of buffers.
 
-    Caches the header of a small one for others of its type and shape. Returns None for an empty tensor, which is
-    pickled.
+    The bytes are `start`, a header and, for a small tensor, its elements. The list has one buffer over the elements of
+    a large tensor, and is empty for a small one. Caches the header of a small tensor for others of its type and shape.
+    Returns None for a tensor that must be pickled: it is empty, or has more than 8 dimensions.
     """
     head = pack_array_header(_CODES[tensor.dtype], tensor.shape) if tensor.nbytes else None
     if head is None:
@@ -234,9 +249,9 @@ def _pack_unknown(tensor: torch.Tensor, start: bytes) -> Packed | None:
 
 
 def _reduce_view(tensor: torch.Tensor, name: str, requires_grad: bool) -> Any:
-    """Returns what pickle needs to rebuild a tensor that cannot be sent as its memory is.
+    """Returns what pickle needs to rebuild a tensor whose memory cannot be sent as it is: a function and its arguments.
 
-    Those are tensors that are not contiguous, and tensors that torch conjugates, negates or fills with zeros lazily.
+    Such a tensor is not contiguous, or torch conjugates it, negates it or fills it with zeros lazily.
 
     Args:
         tensor: The tensor, detached from its graph.
@@ -261,7 +276,10 @@ def _reduce_view(tensor: torch.Tensor, name: str, requires_grad: bool) -> Any:
 
 
 def _has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns True if a tensor of this shape and these strides uses each element of its memory exactly once."""
+    """Returns True if a tensor of this shape and these strides uses each element of its memory exactly once.
+
+    Both have one number per dimension; otherwise raises `ValueError`. Returns True for no dimensions.
+    """
     expected = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length != 1:
@@ -274,7 +292,8 @@ def _has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Returns how many elements there are in memory from the first to the last of a tensor, including gaps.
 
-    The tensor has this shape and these strides, and is not empty.
+    The tensor has this shape and these strides, one number per dimension; otherwise raises `ValueError`. It must not be
+    empty, which is not checked.
     """
     return 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
 
@@ -288,16 +307,17 @@ def rebuild_tensor(
     """Returns a tensor over the memory that came. Read-only memory is copied first.
 
     Args:
-        memory: The elements: `bytes`, a `bytearray` or a `memoryview`. May be empty.
+        memory: The elements: `bytes`, a `bytearray` or a `memoryview`. May be empty for a tensor without elements.
         name: The name of the element type, for example `float32`.
         shape: The shape.
         strides: The strides; None for a contiguous tensor.
         requires_grad: Whether the tensor requires gradients.
 
     Raises:
-        TypeError: `memory` is something else, or too small.
+        TypeError: `memory` has another type.
         KeyError: The element type is unknown.
-        RuntimeError: The memory is too small for the shape and strides.
+        Exception: `memory` is too small, or ends in the middle of an element. This is a `TypeError`, `ValueError` or
+            `RuntimeError`, depending on the element type and the strides.
     """
     if type(memory) is bytes:
         memory = bytearray(memory)
@@ -367,9 +387,9 @@ def missing_device_map_error(side: str, device: torch.device, destination: str =
     """Returns the error for a tensor on a device for which there is no device map, in torch's words.
 
     Args:
-        side: `Request`, `Response`, or both.
+        side: Which message has the tensor: `Request`, `Response`, or `Request or Response`.
         device: The device of the tensor.
-        destination: The name of the other worker, if it is known.
+        destination: The name of the other worker; empty if it is not known.
     """
     where = f" for destination {destination}" if destination else ""
     return RuntimeError(f"{_NO_MAP} {side} device mapping is not available{where}: a tensor is on {device}")
@@ -378,7 +398,8 @@ def missing_device_map_error(side: str, device: torch.device, destination: str =
 def reduce_other(tensor: torch.Tensor) -> Any:
     """Returns what pickle needs to rebuild a sparse, quantized, nested or otherwise unusual tensor.
 
-    Raises `RuntimeError` if the tensor is not in CPU memory.
+    That is a function and its arguments. Sparse tensors, and quantized ones of 8 or 32 bits, are taken apart into plain
+    tensors. All others are pickled by torch. Raises `RuntimeError` if the tensor is not in CPU memory.
     """
     if not tensor.is_cpu:
         raise missing_device_map_error("Request or Response", tensor.device)
@@ -404,16 +425,17 @@ def reduce_other(tensor: torch.Tensor) -> Any:
 def rebuild_coordinates(
     indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool
 ) -> torch.Tensor:
-    """Returns a sparse tensor in coordinate format (COO).
-
-    Raises `RuntimeError` if an index is outside of `shape`.
+    """Returns a sparse tensor in coordinate format (COO): a list of values with their indices.
 
     Args:
-        indices: The indices of the values, one column for each.
+        indices: The indices of the values, one column for each; may have no columns.
         values: The values.
         shape: The shape of the tensor.
         is_coalesced: Whether the indices are sorted and unique.
         requires_grad: Whether the tensor requires gradients.
+
+    Raises:
+        RuntimeError: An index is outside of `shape`.
     """
     return torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=is_coalesced, check_invariants=True, requires_grad=requires_grad
@@ -432,8 +454,8 @@ def rebuild_compressed(
 
     Args:
         name: The format: "csr", "csc", "bsr" or "bsc". Any other raises `KeyError`.
-        outer: The indices of the compressed dimension.
-        inner: The indices of the other dimension.
+        outer: Where the values of each compressed row or column begin.
+        inner: The column or row of each value, or of each block of values.
         values: The values.
         shape: The shape of the tensor.
         requires_grad: Whether the tensor requires gradients.
@@ -447,7 +469,7 @@ def rebuild_compressed(
 
 
 def rebuild_quantized(whole: torch.Tensor, scale: Any, zero_point: Any, axis: int | None = None) -> torch.Tensor:
-    """Returns a quantized tensor.
+    """Returns a quantized tensor: one whose elements are integers that stand for `(integer - zero_point) * scale`.
 
     Args:
         whole: Its integers.
@@ -457,6 +479,7 @@ def rebuild_quantized(whole: torch.Tensor, scale: Any, zero_point: Any, axis: in
 
     Raises:
         RuntimeError: The arguments do not fit together.
+        TypeError: An argument has the wrong type.
     """
     if axis is None:
         return torch._make_per_tensor_quantized_tensor(whole, scale, zero_point)
@@ -467,9 +490,9 @@ def rebuild_quantized(whole: torch.Tensor, scale: Any, zero_point: Any, axis: in
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Any:
-    """Returns what pickle needs to rebuild a storage: a function and its arguments.
+    """Returns what pickle needs to rebuild a storage, the memory behind a tensor: a function and its arguments.
 
-    Raises `RuntimeError` if the storage is not in CPU memory.
+    An empty storage is accepted. Raises `RuntimeError` if the storage is not in CPU memory.
     """
     if storage.device.type != "cpu":
         raise missing_device_map_error("Request or Response", storage.device)
@@ -482,20 +505,20 @@ def reduce_storage(storage: torch.UntypedStorage) -> Any:
 
 
 def reduce_typed_storage(storage: torch.TypedStorage) -> Any:
-    """Returns what pickle needs to rebuild a storage with its element type.
+    """Returns what pickle needs to rebuild a storage with its element type: a function and its arguments.
 
-    Pickling the inner storage raises `RuntimeError` if it is not in CPU memory.
+    Pickling the inner storage, which is one of the arguments, raises `RuntimeError` if it is not in CPU memory.
     """
     return rebuild_typed_storage, (storage._untyped_storage, storage.dtype)
 
 
 def rebuild_storage(memory: Any) -> torch.UntypedStorage:
-    """Returns a storage over the memory that came; an empty one if the memory is empty.
+    """Returns a storage, the memory behind a tensor, over the memory that came; an empty one if the memory is empty.
 
     Read-only memory is copied first.
 
     Args:
-        memory: `bytes`, a `bytearray` or a `memoryview`.
+        memory: `bytes`, a `bytearray` or a `memoryview`. An object without a buffer raises `TypeError`.
     """
     if not memory:
         return torch.UntypedStorage(0)

@@ -27,13 +27,13 @@ _LONGEST_PAUSE_S: Final = 20e-3
 
 
 class TorchStore(Store):
-    """One worker's end of a `torch.distributed.Store`.
+    """One worker's end of a `torch.distributed.Store`, with the methods of farcall's own stores.
 
     Methods that ask that store raise `RendezvousError` if it is gone.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int | None) -> None:
-        """Wraps a store.
+        """Wraps a store. Nothing is asked, and nothing is checked.
 
         Args:
             store: A `torch.distributed.Store`.
@@ -51,7 +51,7 @@ class TorchStore(Store):
         self._ask(lambda: self._store.set(key, value))
 
     def set_new(self, key: str, value: bytes) -> bytes:
-        """Sets a key unless it exists, and returns the value that it has now.
+        """Sets a key unless it exists with a value that is not empty, and returns the value that it has now.
 
         Raises `RendezvousError` if the store is gone.
         """
@@ -80,11 +80,14 @@ class TorchStore(Store):
     def delete(self, key: str, expected: bytes | None = None) -> bool:
         """Deletes a key, and returns True; returns False if there was nothing to delete.
 
-        Raises `RendezvousError` if the store is gone.
+        In an open group, the key stays with an empty value, which counts as deleted.
 
         Args:
             key: The key. One that does not exist gives False.
-            expected: If given, the key is deleted only if it has this value.
+            expected: If given, the key is deleted only if it has this value; otherwise the result is False.
+
+        Raises:
+            RendezvousError: The store is gone.
         """
         found = self.get(key, 0.0) if self._ask(lambda: self._store.check([key])) else None
         if found is None or expected not in (None, found):
@@ -108,13 +111,19 @@ class TorchStore(Store):
         return {key: value for key, value in entries.items() if value}
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
-        """Waits until at least `count` keys begin with `prefix`, and returns them with their values.
+        """Returns all keys that are `prefix` and a rank, with their values.
 
-        Only keys that are `prefix` and a rank are found. There is no wait if `count` is less than the number of
-        workers. In an open group, the result is empty.
+        If `count` is the number of workers or more, first waits until every rank has its key. If `count` is less, it
+        does not wait, and there must be at least `count` keys. In an open group, the result is empty.
+
+        Args:
+            prefix: What the keys begin with.
+            count: How many keys are wanted.
+            timeout: How many seconds to wait; 0 does not wait.
 
         Raises:
-            RendezvousTimeoutError: There are fewer keys after `timeout` seconds. The error has the keys that are there.
+            RendezvousTimeoutError: There are too few keys, after the wait if there is one. The error has the keys that
+                are there.
             RendezvousError: The store is gone, or a worker was reported lost during the wait.
         """
         keys = self._keys(prefix)
@@ -146,10 +155,15 @@ class TorchStore(Store):
         self._lost = self._lost or why
 
     def close(self, early: bool = False, timeout: float = CLOSE_TIMEOUT_S) -> None:
-        """Stops using the store; see `Store.close`. Does nothing the second time.
+        """Stops using the store. Does nothing the second time. Raises nothing if the store is gone.
 
-        Rank 0, whose process may host torch's store, waits up to `timeout` seconds until all other workers have closed
-        it, unless `early` is True, the group is open or a worker was lost.
+        Rank 0, whose process may host torch's store, waits until all other workers have closed it, unless the group is
+        open or a worker was lost.
+
+        Args:
+            early: True if this worker leaves without waiting for the others. Then rank 0 does not wait, and any other
+                worker does not tell rank 0 that it has closed the store.
+            timeout: How many seconds rank 0 waits at most; 0 does not wait.
         """
         if self._closed:
             return
@@ -179,9 +193,10 @@ class TorchStore(Store):
         return [key for key in self._keys(prefix) if self._ask(lambda key=key: self._store.check([key]))]  # type: ignore[misc]
 
     def _wait(self, keys: Iterable[str], timeout: float) -> bool:
-        """Polls until all keys exist. Returns False after `timeout` seconds.
+        """Polls until all keys exist, and returns True; also for no keys. Returns False after `timeout` seconds.
 
-        Raises `RendezvousError` if a worker was reported lost, or the store is gone.
+        With a timeout of 0 it looks once. Raises `RendezvousError` if a key is missing and a worker was reported lost,
+        or if the store is gone.
         """
         deadline = time.monotonic() + timeout
         missing = list(keys)

@@ -15,7 +15,15 @@ _MAX_NAME_CHARS: Final = 128
 
 
 class WorkerInfo(ids.WorkerInfo):
-    """The name and the rank of a worker, as torch's class of this name."""
+    """The name and the rank of a worker. Calls accept it as the worker to call.
+
+    It equals any `WorkerInfo` of farcall with the same name and rank. The constructor raises `RuntimeError` for a name
+    that torch's class of this name does not accept.
+
+    Attributes:
+        name: The name of the worker: A-Z, a-z, 0-9, `_`, `-` and `:`, from 1 to 127 characters.
+        id: Its rank.
+    """
 
     __slots__ = ()
 
@@ -23,8 +31,8 @@ class WorkerInfo(ids.WorkerInfo):
         """Creates a `WorkerInfo`; it need not belong to an existing worker.
 
         Args:
-            name: A-Z, a-z, 0-9, `_`, `-` and `:`, at most 127 characters.
-            id: The rank.
+            name: A-Z, a-z, 0-9, `_`, `-` and `:`, from 1 to 127 characters.
+            id: The rank. It is not checked.
 
         Raises:
             RuntimeError: The name is empty, too long or contains another character.
@@ -52,7 +60,10 @@ class WorkerInfo(ids.WorkerInfo):
 
 
 def as_torch(info: ids.WorkerInfo) -> WorkerInfo:
-    """Returns a `WorkerInfo` of this module for one of farcall. Names that torch would reject are kept."""
+    """Returns a `WorkerInfo` of this module with the name and id of one of farcall. Names are not checked.
+
+    A `WorkerInfo` of this module is returned as it is.
+    """
     if isinstance(info, WorkerInfo):
         return info
     known = WorkerInfo.__new__(WorkerInfo)

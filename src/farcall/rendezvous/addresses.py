@@ -30,7 +30,10 @@ def host_port(host: str, port: int) -> str:
 
 
 def peer_text(sock: socket.socket) -> str:
-    """Returns the address of a socket's other end, for messages; a placeholder text if the socket is not connected."""
+    """Returns the address of a TCP socket's other end as `host:port`, for messages.
+
+    Returns a placeholder text if the socket is closed or not connected.
+    """
     try:
         peer = sock.getpeername()
     except OSError:
@@ -41,8 +44,11 @@ def peer_text(sock: socket.socket) -> str:
 def loopback_text(sockaddr: tuple[Any, ...]) -> str:
     """Returns a loopback address as `host:port`; empty for any other address.
 
-    Both ends of a loopback connection get the same text, which the handshake compares. Other addresses may be
-    translated on the way, so the two ends may see different ones.
+    The handshake compares the store's address as both ends of the connection see it. Addresses other than loopback
+    cannot be compared, because they may be translated on the way.
+
+    Args:
+        sockaddr: An IPv4 or IPv6 address as `getsockname` returns it. Raises `ValueError` if its host is not numeric.
     """
     host = numeric_host(sockaddr)
     if not is_loopback(host):
@@ -52,9 +58,10 @@ def loopback_text(sockaddr: tuple[Any, ...]) -> str:
 
 
 def reachable_addresses() -> list[str]:
-    """Returns the numeric addresses of this machine, the best first: the default route's, the others, then loopback.
+    """Returns the numeric addresses of this machine, the best first.
 
-    Link-local addresses are left out.
+    The address of the default route comes first, then all others, and loopback last. Link-local addresses are left out.
+    A machine without a network has loopback addresses only. Raises nothing.
     """
     addresses = [address for address in local_addresses() if not ipaddress.ip_address(address).is_link_local]
     try:
@@ -66,7 +73,11 @@ def reachable_addresses() -> list[str]:
 
 
 def resolve(host: str) -> list[str]:
-    """Returns the numeric addresses of a host, the best first. Raises `OSError` if the name cannot be resolved."""
+    """Returns the numeric addresses of a host, the best first.
+
+    A host name other than `localhost` that has only loopback addresses means this machine. The other addresses of this
+    machine come first then. Raises `OSError` if the name is empty or cannot be resolved.
+    """
     addresses = _look_up(host)
     if _means_this_machine(host, addresses):
         return [address for address in reachable_addresses() if not is_loopback(address)] + addresses
@@ -74,14 +85,13 @@ def resolve(host: str) -> list[str]:
 
 
 def listen(host: str, ports: Sequence[int]) -> socket.socket:
-    """Listens for rank 0 on the first free port of a list, and retries for `BIND_TIMEOUT_S` seconds.
+    """Listens on the first free port of a list, and returns the listening socket. Rank 0 calls it to host the store.
+
+    If all ports are taken, tries again for `BIND_TIMEOUT_S` seconds.
 
     Args:
         host: A name or address of this machine; "" listens on all addresses.
-        ports: The ports to try, in this order. Port 0 lets the kernel choose.
-
-    Returns:
-        The listening socket.
+        ports: The ports to try, in this order. Port 0 lets the kernel choose. An empty list counts as taken.
 
     Raises:
         RendezvousError: The host cannot be resolved or is not this machine, every port is taken, or listening is not
@@ -112,10 +122,10 @@ def listen(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def listen_at_once(host: str, port: int) -> socket.socket:
-    """Listens on one port without retrying.
+    """Listens on one port without retrying, and returns the listening socket.
 
     Args:
-        host: A name or address; "" listens on all addresses.
+        host: A name or address of this machine; "" listens on all addresses.
         port: The port; 0 lets the kernel choose.
 
     Raises:
@@ -140,7 +150,8 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
     Args:
         host: A name or a numeric address.
         port: The port.
-        timeout: Seconds for all attempts together; each address gets an equal share of what is left.
+        timeout: Seconds for all attempts together; each address gets an equal share of what is left. Even with 0 each
+            address is tried for a moment.
 
     Returns:
         The connected socket, with TCP keep-alive.
@@ -163,7 +174,7 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
 def keep_alive(sock: socket.socket) -> None:
     """Turns on TCP keep-alive, so that the kernel notices within 30 seconds that the other machine is gone.
 
-    Also turns off Nagle's algorithm (TCP_NODELAY).
+    Also turns off Nagle's algorithm (TCP_NODELAY). Raises `OSError` if the socket is closed, or is not a TCP socket.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -182,7 +193,10 @@ def stop_keep_alive(sock: socket.socket) -> None:
 
 
 def _look_up(host: str) -> list[str]:
-    """Returns the numeric addresses of a host without duplicates. Raises `OSError` if it cannot be resolved."""
+    """Returns the numeric addresses of a host name or address, without duplicates.
+
+    Raises `OSError` if the host is empty or cannot be resolved.
+    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except ValueError as error:  # text that cannot be a host name: a label that is too long, a null byte
@@ -191,9 +205,10 @@ def _look_up(host: str) -> list[str]:
 
 
 def _means_this_machine(host: str, addresses: Sequence[str]) -> bool:
-    """Returns True for a host name, other than localhost, that has only loopback addresses.
+    """Returns True for a host name, other than localhost, whose `addresses` are all loopback addresses.
 
-    Returns False for a numeric address and for "".
+    Many systems map their own host name to loopback, so such a name means this machine. Returns False for a numeric
+    address and for "".
     """
     if not host or host.lower().rstrip(".").endswith("localhost"):
         return False
@@ -205,9 +220,10 @@ def _means_this_machine(host: str, addresses: Sequence[str]) -> bool:
 
 
 def _listen_on_one(host: str, addresses: Sequence[str], port: int) -> socket.socket | None:
-    """Listens on a port of the first address that allows it. Returns None if the port is taken.
+    """Listens on a port of the first of the numeric `addresses` that allows it. Returns None if the port is taken.
 
-    Raises `RendezvousError` if listening failed on every address for another reason.
+    `addresses` must not be empty. `host` is their name, for messages. Raises `RendezvousError` if listening failed on
+    every address for another reason.
     """
     failures: dict[int | None, OSError] = {}
     for address in addresses:
@@ -227,7 +243,7 @@ def _listen_on_one(host: str, addresses: Sequence[str], port: int) -> socket.soc
 
 
 def _listen_at(address: str, port: int) -> socket.socket:
-    """Returns a socket that listens at a numeric address; "" is all addresses, IPv4 and IPv6.
+    """Returns a socket that listens at a numeric address; "" is all addresses, IPv4 and IPv6. Port 0 is any free port.
 
     Raises `OSError` if the address is not this machine's, or the port is taken.
     """
@@ -240,9 +256,10 @@ def _listen_at(address: str, port: int) -> socket.socket:
 
 
 def _connect_to(address: str, port: int, timeout: float) -> socket.socket:
-    """Returns a socket connected to a numeric address, with keep-alive and a timeout of `timeout` seconds.
+    """Returns a socket connected to a numeric address, with TCP keep-alive. Its timeout is `timeout` seconds.
 
-    Raises `OSError` if no program accepts the connection within `timeout` seconds.
+    `timeout` must be more than 0. Raises `OSError` if no program accepts the connection within `timeout` seconds. The
+    socket is closed then.
     """
     family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)

@@ -83,7 +83,10 @@ _LONGEST_ATTEMPT_S: Final = 2.0
 
 
 class Candidate(NamedTuple):
-    """An address where the store may be, and the id of the group that it should serve (`group`)."""
+    """An address where the store may be: `host` (a name or address) and `port`, and the id of the group, `group`.
+
+    A store that serves another group refuses the worker. Nothing is checked here.
+    """
 
     host: str
     port: int
@@ -96,7 +99,12 @@ class Candidate(NamedTuple):
 
 @dataclass
 class _SearchLog:
-    """What `find_store` has seen so far, for its error message."""
+    """What `find_store` has seen so far, for its error message. All fields are empty, False or None by default.
+
+    `failure` is how the last failed connection failed. `refusal` is the last refusal by any program, and
+    `refused_by_ours` the last one by the group's own store. `is_unanswered` is True if a program accepted a connection
+    and then closed it. `hosting` is why this worker does not host the store; None if that is not its task.
+    """
 
     failure: str = ""  # how the last failed connection failed
     refusal: str = ""  # the last refusal by any program
@@ -105,7 +113,11 @@ class _SearchLog:
     hosting: str | None = None  # why this worker does not host the store; None if it should not
 
     def note_round(self, failures: Sequence[OSError]) -> None:
-        """Records the failures of one round. Timeouts are ignored, because the last round may have had no time left."""
+        """Sets `is_unanswered` after a round, in which each candidate was tried once, from its `failures`.
+
+        It becomes True if a connection was reset. Timeouts are ignored, because the last round may have had no time
+        left. Does nothing if there are no other failures.
+        """
         outcomes = [error for error in failures if not isinstance(error, TimeoutError)]
         if outcomes:
             self.is_unanswered = any(isinstance(error, ConnectionResetError) for error in outcomes)
@@ -124,23 +136,28 @@ def find_store(
 ) -> tuple[socket.socket, Welcome]:
     """Finds the group's store and returns a connection that the store has welcomed.
 
+    Tries all candidates in rounds, until one welcomes this worker, refuses it for good, or the time is over.
+
     Args:
-        candidates: Called before each round; returns where to look. May raise `OSError`.
+        candidates: Called before each round; returns where to look, which may be nowhere. May raise `OSError`, which
+            counts as nowhere.
         only_one: True if there is just one possible place, so that any refusal from it concerns this worker.
         where: The place in words, for error messages.
         name: The name of this worker.
         rank: The rank of this worker; -1 if it has none.
-        timeout: How many seconds to search.
+        timeout: How many seconds to search. Even with 0 each candidate is tried once.
         host_store: For open groups. Called after a round that found no store, with the candidates where nobody listens.
-            Starts the store and returns None, or returns why this worker does not.
-        credentials: Secret and encryption; by default those of this user.
+            Starts the store and returns None, or returns why this worker does not. None: this worker never hosts the
+            store.
+        credentials: The secret and the encryption; None means those of this user.
         diagnose: Called when the search has failed; returns what seems to be wrong with the place itself, or "".
 
     Returns:
-        The connected socket, and the welcome of the store.
+        The connected socket, and the welcome of the store, which names the worker that hosts it.
 
     Raises:
-        RendezvousError: The store refused this worker.
+        RendezvousError: The store refused this worker, for good or for `REFUSAL_RETRY_S` seconds. Other errors of
+            `candidates` and errors of `host_store` are raised as they are.
         RendezvousTimeoutError: No store was found in time.
     """
     credentials = credentials or Credentials()
@@ -204,11 +221,11 @@ def try_candidate(
         candidate: The address and the group.
         name: The name of this worker.
         rank: The rank of this worker; -1 if it has none.
-        timeout: How many seconds the attempt may take.
+        timeout: How many seconds the attempt may take. 0 leaves about a millisecond.
         credentials: The secret and the encryption; None means those of this user.
 
     Returns:
-        The connected socket, and the welcome of the store.
+        The connected socket, and the welcome of the store, which names the worker that hosts it.
 
     Raises:
         ProtocolError: The other end refused this worker (`PeerRefusedError`, `AuthenticationError`), or is no farcall
@@ -230,10 +247,12 @@ def try_candidate(
 def _try(
     candidate: Candidate, name: str, rank: int, timeout: float, credentials: Credentials, even_on_loopback: bool
 ) -> tuple[socket.socket, Welcome]:
-    """Makes one attempt to connect, with the parameters of `try_candidate`.
+    """Makes one attempt to connect to `candidate` and to be welcomed there, within `timeout` seconds, more than 0.
 
-    `even_on_loopback` says whether a loopback connection is encrypted, too. Raises what `try_candidate` raises, and
-    `EncryptionRequired` if the store asks for TLS on a loopback connection.
+    `name` and `rank` (-1 for none) are this worker's, `credentials` its secret and encryption. `even_on_loopback` says
+    whether a loopback connection is encrypted, too. Returns the socket and the store's welcome. Raises
+    `EncryptionRequired` if the store asks for TLS on a loopback connection, another `ProtocolError` if it refuses this
+    worker or is no farcall store, and `OSError` if no program listens there or answers in time.
     """
     deadline = time.monotonic() + timeout
     sock = connect(candidate.host, candidate.port, timeout)
@@ -260,7 +279,7 @@ def _try(
 
 
 def is_alive(candidate: Candidate, credentials: Credentials | None = None, timeout: float = _FIRST_ATTEMPT_S) -> bool:
-    """Returns True if a store of the candidate's group answers within `timeout` seconds.
+    """Returns True if a store of the candidate's group answers within `timeout` seconds, and False if not.
 
     Only an answer with a proof of the secret counts. Otherwise any program that listens at an address left over from an
     earlier run could keep the group from starting. The probe has rank -1, so it does not count as a worker.
@@ -268,7 +287,7 @@ def is_alive(candidate: Candidate, credentials: Credentials | None = None, timeo
     Args:
         candidate: The address and the group.
         credentials: The secret and the encryption; None means those of this user.
-        timeout: How many seconds to wait for the answer.
+        timeout: How many seconds to wait for the answer. 0 leaves about a millisecond.
     """
     try:
         try_candidate(candidate, "is anybody here", -1, timeout, credentials)[0].close()
@@ -280,11 +299,14 @@ def is_alive(candidate: Candidate, credentials: Credentials | None = None, timeo
 
 
 def _is_our_store(refusal: ProtocolError, found: Sequence[Candidate]) -> bool:
-    """Returns True if the refusal comes from this worker's own store, rather than from another group's.
+    """Returns True if the refusal comes from the store of this worker's group, rather than from another group's.
+
+    If the other end has another secret or other encryption, returns True only if all of `found` have the same port.
+    With several ports, another group's store may be on one of them.
 
     Args:
         refusal: What the handshake raised.
-        found: All candidates of this round. Another secret counts only if all of them have the same port.
+        found: All candidates of this round, which are the addresses where the store may be; not empty.
     """
     if isinstance(refusal, AuthenticationError):
         return len({candidate.port for candidate in found}) == 1
@@ -357,7 +379,10 @@ _R = TypeVar("_R", Value, Number, Entries, Done)
 
 
 class Limit(threading.local):
-    """The deadline for requests of the current thread, in seconds of `time.monotonic`; infinite by default."""
+    """The deadline for the requests that the current thread sends to the store; each thread has its own.
+
+    The attribute `deadline` is in seconds of `time.monotonic`, infinite by default.
+    """
 
     deadline = math.inf
 
@@ -365,7 +390,8 @@ class Limit(threading.local):
     def within(self, seconds: float) -> Iterator[None]:
         """Context manager: lowers the deadline to at most `seconds` from now inside the block.
 
-        An earlier deadline stays in effect. The old deadline is restored at the end of the block.
+        With 0 or less the deadline has passed at once. An earlier deadline stays in effect. The old deadline is
+        restored at the end of the block.
         """
         before = self.deadline
         self.deadline = min(before, time.monotonic() + seconds)
@@ -376,9 +402,10 @@ class Limit(threading.local):
 
 
 class _Pending:
-    """A request that has been sent, and the event that is set when its reply is there or cannot come any more.
+    """A request that has been sent to the store and whose reply a thread waits for.
 
-    `reply` is None until then, and stays None if the connection has ended or a worker was lost.
+    `request` is the request. The event `arrived` is set when the reply is there or cannot come any more. `reply` is
+    None until the event is set, and stays None if the connection has ended or a worker was lost.
     """
 
     def __init__(self, request: Request) -> None:
@@ -388,7 +415,12 @@ class _Pending:
 
 
 class StoreClient(Store):
-    """A `Store` at the other end of a socket that was welcomed by `find_store`. Owns the socket."""
+    """A `Store` at the other end of a connected socket on which the handshake has succeeded. Owns the socket.
+
+    Normal use is `StoreClient(*find_store(...))`, requests such as `set` and `get`, and `close` at the end. Only the
+    worker that hosts the store, and open groups, need the arguments with defaults, which `__init__` describes. No
+    argument is checked.
+    """
 
     def __init__(
         self,
@@ -405,12 +437,13 @@ class StoreClient(Store):
         """Starts the thread that reads replies.
 
         Args:
-            sock: The connected socket.
-            welcome: The welcome of the store.
+            sock: The connected socket, after the handshake.
+            welcome: The welcome of the store, which names the worker that hosts it.
             after_close: Called once, at the end of `close`: the hosting worker ends its store there.
-            hosted: The server, if the store is in this process. `close` tells it how long to wait for other workers.
-            grace: Seconds that `get` and `collect` wait for the store's own timeout reply after their timeout.
-            limit: The per-thread deadlines; shared by successive clients of one `OpenStore`.
+            hosted: The server, if the store is in this process; else None. `close` tells it how long to wait for other
+                workers.
+            grace: Seconds that `get` and `collect` wait after their timeout for the store to reply that it expired.
+            limit: The deadlines of requests, one for each thread, which several clients can share; None for new ones.
             on_lost: Called once, on the reading thread, if the connection ends although `close` was not called. Must
                 not block.
             good_bye_timeout: Seconds that `close` waits for the store to read the good-bye; 0 sends none.
@@ -443,50 +476,59 @@ class StoreClient(Store):
         return self._ended is not None
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key, replacing any earlier value. Raises `RendezvousError` if the store is gone."""
+        """Sets a key, replacing any earlier value. The value may be empty; neither type is checked.
+
+        Raises `RendezvousError` if the store is gone or the value is too large (16 MiB), and `RendezvousTimeoutError`
+        if the store does not answer within 30 seconds.
+        """
         self._ask(Set(next(self._ids), key, value), Done)
 
     def set_new(self, key: str, value: bytes) -> bytes:
-        """Sets a key unless it exists, and returns the value that it has now.
+        """Sets a key unless it exists, and returns the value that it has now: `value`, or the earlier one.
 
-        Raises `RendezvousError` if the store is gone.
+        Raises `RendezvousError` if the store is gone or the value is too large (16 MiB), and `RendezvousTimeoutError`
+        if the store does not answer within 30 seconds.
         """
         return self._ask(SetNew(next(self._ids), key, value), Value).value
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Waits up to `timeout` seconds for a key, and returns its value.
+        """Waits up to `timeout` seconds for a key, and returns its value. 0 or less does not wait.
 
         Raises `RendezvousTimeoutError` if the key does not appear in time, and `RendezvousError` if the store is gone.
         """
         return self._ask(Get(next(self._ids), key, max(0.0, timeout)), Value, timeout + self._grace).value
 
     def add(self, key: str, amount: int) -> int:
-        """Adds `amount`, which may be negative, to a counter, and returns the sum.
+        """Adds `amount`, which may be negative, to the counter at `key`, and returns the sum.
 
         A key that does not exist counts as 0. Raises `RendezvousError` if the store is gone, the key holds no counter,
-        or the sum would exceed 64 bits.
+        or the sum would exceed 64 bits, `RendezvousTimeoutError` if the store does not answer within 30 seconds, and
+        `OverflowError` if `amount` itself exceeds 64 bits.
         """
         return self._ask(Add(next(self._ids), key, amount), Number).number
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
-        """Deletes a key, if `expected` is given only if it has that value. Returns whether the key was deleted.
+        """Deletes a key; if `expected` is not None, only if the key has that value.
 
-        Raises `RendezvousError` if the store is gone.
+        Returns whether the key was deleted. Returns False if the key does not exist. Raises `RendezvousError` if the
+        store is gone, and `RendezvousTimeoutError` if it does not answer within 30 seconds.
         """
         return self._ask(Delete(next(self._ids), key, expected), Number).number > 0
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
-        """Returns all keys that begin with `prefix`, with their values; empty if there are none.
+        """Returns all keys that begin with `prefix`, with their values; empty if there are none. "" means all keys.
 
-        Raises `RendezvousError` if the store is gone.
+        Raises `RendezvousError` if the store is gone, and `RendezvousTimeoutError` if it does not answer within 30
+        seconds.
         """
         return self._ask(Read(next(self._ids), prefix), Entries).entries
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         """Waits until at least `count` keys begin with `prefix`, and returns all of them with their values.
 
-        Raises `RendezvousTimeoutError` after `timeout` seconds, with the keys that are there, and `RendezvousError` if
-        the store is gone or a worker was lost.
+        A `count` of 0 returns at once. Raises `RendezvousTimeoutError` after `timeout` seconds (0 or less does not
+        wait), with the keys that are there in its attribute `present`, and `RendezvousError` if the store is gone or a
+        worker was lost.
         """
         request = Collect(next(self._ids), prefix, count, max(0.0, timeout))
         return self._ask(request, Entries, timeout + self._grace).entries
@@ -494,14 +536,16 @@ class StoreClient(Store):
     def within(self, seconds: float) -> AbstractContextManager[None]:
         """Context manager: limits all requests of this thread inside the block to `seconds` in total.
 
-        A request that takes longer raises `RendezvousTimeoutError`. Of nested limits the shortest counts.
+        A request that takes longer raises `RendezvousTimeoutError`; with 0 that is every request. Of nested limits the
+        shortest counts.
         """
         return self._limit.within(seconds)
 
     def report_lost(self, rank: int, why: str) -> None:
         """Makes `collect` raise `RendezvousError` with the text `why` from now on, also where it is waiting.
 
-        Raises nothing. If the worker with this `rank` hosts the store, every request fails from now on.
+        `rank` is the rank of a lost worker. If that worker hosts the store, every request fails from now on. Of several
+        losses the first text is kept. Raises nothing.
         """
         if rank == self._host:
             self._end(f"{self._where} is lost: {why}")
@@ -515,7 +559,7 @@ class StoreClient(Store):
     def leave_losses_to_group(self) -> None:
         """Turns off TCP keep-alive, so that the group and not the store decides which workers are lost.
 
-        Raises nothing.
+        In the worker that hosts the store, does so for all connections of the store. Raises nothing.
         """
         # Keep-alive would end the connection 30 seconds after the network fails, and the store would count this worker
         # as lost. The group may not: another worker may still reach it, or heartbeat_patience may be longer.
@@ -525,6 +569,8 @@ class StoreClient(Store):
 
     def close(self, early: bool = False, timeout: float = CLOSE_TIMEOUT_S) -> None:
         """Disconnects from the store. In the worker that hosts the store, also ends the store. May be called again.
+
+        Requests raise `RendezvousError` from then on, also those that are waiting. Raises nothing if the store is gone.
 
         Args:
             early: Whether this worker leaves without waiting for others, so that their waits for it fail at once.
@@ -556,7 +602,10 @@ class StoreClient(Store):
         return "" if self._hosted is None else self._hosted.refusals()
 
     def abandon(self) -> None:
-        """Called in a forked child: closes the child's copies of descriptors. The parent keeps its connection."""
+        """Called in a forked child: closes the child's copies of descriptors. The parent keeps its connection.
+
+        Later requests in the child raise `RendezvousError`.
+        """
         # Threads of the parent may have held the locks at the fork. They do not exist here and cannot release them.
         self._lock, self._send_lock, self._close_lock = threading.RLock(), threading.Lock(), threading.Lock()
         self._ended = f"{self._where} belongs to the process that this one was forked from"
@@ -566,9 +615,10 @@ class StoreClient(Store):
             self._hosted.abandon()
 
     def _say_good_bye(self, early: bool) -> None:
-        """Tells the store that this worker leaves, and waits until the store has read it.
+        """Tells the store that this worker leaves. Waits up to `good_bye_timeout` seconds until the store has read it.
 
-        Ignores a store that is gone.
+        `close` calls this only if `good_bye_timeout` is more than 0. `early` says whether this worker leaves without
+        waiting for the others. Ignores a store that is gone.
         """
         try:
             self._send(pack_request(GoodBye(early)))
@@ -592,8 +642,9 @@ class StoreClient(Store):
     def _ask(self, request: Request, expected: type[_R], wait: float = ANSWER_TIMEOUT_S) -> _R:
         """Sends a request, waits for its reply and returns it.
 
-        Raises `RendezvousTimeoutError` if the reply is `TimedOut` or none comes in `wait` seconds, `RendezvousError` if
-        the reply is `Failed` or the store is gone, and `ProtocolError` if the reply is of another type than `expected`.
+        Raises `RendezvousTimeoutError` if the reply is `TimedOut`, or none comes in `wait` seconds or before the
+        deadline of this thread, `RendezvousError` if the reply is `Failed` or the store is gone, and `ProtocolError` if
+        the reply is of another type than `expected`. A `GoodBye`, which has no reply, is not allowed here.
         """
         assert not isinstance(request, GoodBye)
         wait = min(wait, max(0.0, self._limit.deadline - time.monotonic()))
@@ -627,7 +678,10 @@ class StoreClient(Store):
         raise ProtocolError(f"{self._where} answered a {type(request).__name__} with a {type(reply).__name__}")
 
     def _send(self, data: bytes) -> None:
-        """Sends bytes. A failure ends the connection for all threads and is raised again."""
+        """Sends bytes. A failure ends the connection for all threads.
+
+        Raises `OSError` if sending failed, and `KeyboardInterrupt` if it was interrupted (Ctrl-C).
+        """
         with self._send_lock:
             try:
                 self._sock.sendall(data)
@@ -640,7 +694,11 @@ class StoreClient(Store):
                 raise
 
     def _read_replies(self) -> None:
-        """The reading thread: delivers replies until the connection ends."""
+        """The reading thread: gives replies to the threads that wait for them, until the connection ends.
+
+        Bytes that are no valid reply end the connection. Then ends all waits, and calls `on_lost` unless `close` was
+        called.
+        """
         buffer = bytearray()
         why = "it closed the connection"
         try:
@@ -670,7 +728,10 @@ class StoreClient(Store):
             pending.arrived.set()
 
     def _end(self, why: str) -> None:
-        """Ends all waits and refuses further requests. Of several reasons, the first is kept for the errors."""
+        """Ends all waits and refuses further requests, with `RendezvousError`. Raises nothing.
+
+        `why` is the text of the errors. Of several reasons, the first is kept.
+        """
         with self._lock:
             self._ended = self._ended or why
             pending, self._pending = self._pending, {}
@@ -686,7 +747,8 @@ class StoreClient(Store):
 def _timeout_error(request: Request, reply: TimedOut) -> RendezvousTimeoutError:
     """Returns the error for a request that the store answered with `TimedOut`.
 
-    It names the missing key of a `Get`, or the keys that were there for a `Collect`.
+    It names the missing key of a `Get`, or the keys that were there for a `Collect`. A store should answer no other
+    request with `TimedOut`; if it does, the error only names the type of the request.
     """
     match request:
         case Get():

@@ -21,7 +21,11 @@ _ANSWER_GRACE_S: Final = 1.0
 
 
 class _Arrival(msgspec.Struct, frozen=True):
-    """The value under `join/<rank>` in the store: the name of a worker, and the payload that the others get from it."""
+    """The value that each worker writes into the store when it joins, under the key `join/<rank>`.
+
+    `name` is the name of the worker. `payload` is what the other workers get from it; may be empty. The fields are
+    checked when the value is decoded.
+    """
 
     name: Name
     payload: bytes
@@ -36,7 +40,7 @@ def join(rendezvous: Rendezvous, name: str, payload: bytes, timeout: float) -> d
 
     Args:
         rendezvous: This worker's connection to the store.
-        name: The name of this worker, unique in the group.
+        name: The name of this worker, unique in the group, at most 255 printable characters.
         payload: What the other workers get from this one; may be empty.
         timeout: How many seconds to wait for the other workers. 0 succeeds only if all others have joined already.
 
@@ -46,7 +50,8 @@ def join(rendezvous: Rendezvous, name: str, payload: bytes, timeout: float) -> d
     Raises:
         RendezvousTimeoutError: Not all workers came in time. The message names those that came and those that did not,
             and in the worker that hosts the store also the connections that were refused.
-        RendezvousError: Two workers have one name, a worker was lost meanwhile, or the store is gone.
+        RendezvousError: Two workers have one name, a name is not valid, a worker was lost meanwhile, or the store is
+            gone.
         UsageError: The group is open; use `join_open`.
     """
     store, world_size = rendezvous.store, rendezvous.world_size
@@ -72,9 +77,9 @@ def join(rendezvous: Rendezvous, name: str, payload: bytes, timeout: float) -> d
 
 
 def _decode_arrivals(entries: Mapping[str, bytes]) -> dict[int, _Arrival]:
-    """Decodes the entries of the store under `join/` and returns them by rank; an empty dict if there are none.
+    """Decodes the entries of the store under `join/`, one for each worker that has joined, and returns them by rank.
 
-    Raises `RendezvousError` if an entry was not written by a worker's `join`.
+    Returns an empty dict if there are none. Raises `RendezvousError` if an entry was not written by a worker's `join`.
     """
     try:
         arrivals = {int(key.removeprefix(_JOIN_PREFIX)): _decoder.decode(value) for key, value in entries.items()}
@@ -92,8 +97,8 @@ def _missing_workers_message(came: Mapping[int, _Arrival], world_size: int, time
     """Returns the message that says which workers came in time and which ranks are missing.
 
     Args:
-        came: The workers that came, by rank; may be empty.
-        world_size: How many there should be.
+        came: The workers that came, each with its name, by rank; may be empty.
+        world_size: How many workers there should be.
         timeout: How many seconds were waited.
     """
     names = ", ".join(f"{came[rank].name} (rank {rank})" for rank in sorted(came)) or "nobody"
@@ -105,7 +110,10 @@ def _missing_workers_message(came: Mapping[int, _Arrival], world_size: int, time
 
 
 def _check_unique_names(arrivals: Mapping[int, _Arrival]) -> None:
-    """Raises `RendezvousError`, which names both ranks, if two workers have the same name. Does nothing otherwise."""
+    """Raises `RendezvousError`, which names both ranks, if two workers have the same name. Does nothing otherwise.
+
+    `arrivals` has the workers that have joined, each with its name, by rank; may be empty.
+    """
     first: dict[str, int] = {}
     for rank in sorted(arrivals):
         name = arrivals[rank].name

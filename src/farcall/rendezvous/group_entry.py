@@ -30,7 +30,12 @@ _RUN_KEY: Final = "rendezvous/run"
 
 @dataclass(eq=False)
 class Rendezvous:
-    """A worker's connection to the store of its group, and what the worker learned by connecting."""
+    """A worker's connection to the store of its group, and what it learned by connecting. `rendezvous` returns one.
+
+    `store` is the store; close it at the end. `rank` is the rank of this worker, -1 in an open group if none was given.
+    `world_size` is the number of workers, None for an open group. `host` is the address at which other workers reach
+    this worker. `group` is the id of this run of the group, which no other run has.
+    """
 
     store: Store
     """The group's store. Close it at the end. In rank 0 of a fixed group that ends the store for all workers."""
@@ -58,15 +63,17 @@ def rendezvous(
 ) -> Rendezvous:
     """Connects to the group's store, and hosts it if that is this worker's task.
 
-    Waits for the store only; `join` and `join_open` wait for other workers.
+    Rank 0 hosts the store of a fixed group. The first worker hosts that of an open group. Waits for the store only;
+    `join` and `join_open` wait for other workers.
 
     Args:
         init_method: The rendezvous URL: `env://`, `tcp://host:port` or `file:///path`.
-        name: The name of this worker.
+        name: The name of this worker. Not checked here.
         rank: The rank of this worker; -1 takes it from the URL or the environment.
         world_size: The number of workers; None takes it from the URL or the environment. If those have none either, the
             group is open.
-        timeout: How many seconds to look for the store. Each address is tried once even with 0.
+        timeout: How many seconds to look for the store. 0 tries each address once in a fixed group, and always fails in
+            an open one.
         interface: The network interface, or its address, that other workers should use; None chooses one.
         credentials: The secret and the encryption of this worker; None means those of this user.
 
@@ -123,14 +130,18 @@ def rendezvous(
 def _enter_open_group(
     plan: Plan, name: str, chosen: str | None, timeout: float, credentials: Credentials
 ) -> Rendezvous:
-    """Connects to the store of an open group, or hosts it if there is none. Raises as `rendezvous` does.
+    """Connects to the store of an open group, or hosts it if there is none, and returns the connection.
 
     Args:
         plan: The group and the place of its store.
         name: The name of this worker.
         chosen: The address of the interface to use; None chooses one.
-        timeout: How many seconds to look for the store.
+        timeout: How many seconds to look for the store, more than 0. 0 raises `RendezvousTimeoutError`.
         credentials: The secret and the encryption of this worker.
+
+    Raises:
+        RendezvousTimeoutError: No store was found in time, and this worker cannot host one.
+        RendezvousError: The store refused this worker, or cannot be hosted here.
     """
     store = OpenStore(plan, name, chosen, credentials)
     try:
@@ -142,10 +153,10 @@ def _enter_open_group(
 
 
 def _choose_own_address(peer: str, own: str) -> str:
-    """Returns the address at which other workers reach this one.
+    """Returns the address at which other workers reach this one: `peer` if that is a loopback address, otherwise `own`.
 
     Args:
-        peer: The address of the store's end of this worker's connection to the store.
-        own: The address of this worker's end. It is the result, unless the store is on loopback: then `peer` is.
+        peer: The numeric address of the store, as this worker's connection to the store has it.
+        own: The numeric address of this worker in that connection.
     """
     return peer if is_loopback(peer) else own

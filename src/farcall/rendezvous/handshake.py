@@ -36,7 +36,14 @@ from farcall.security import Credentials
 
 
 class StoreRefused(Refused, tag="refused", frozen=True):
-    """The store's refusal, with flags that tell the worker whether a retry, or a search elsewhere, can help."""
+    """The store's refusal of a worker, with flags that tell whether a retry, or a search elsewhere, can help.
+
+    `reason` is the text for people. `other_group` is True if the store serves another group; the worker's own store may
+    be elsewhere. `other_size` is True, too, if the two groups differ only in their world size. `open_and_fixed` is
+    True, too, if one of these groups is open and so has none. `final` is True if the store would refuse a retry as
+    well. If no flag is set, a retry may help. The flags `gone`, `stranger` and `encrypt`, of the base class, stay False
+    here.
+    """
 
     other_group: bool = False
     """True if this store serves another group: ours may be elsewhere or not started yet."""
@@ -57,7 +64,7 @@ class OtherSizeError(OtherGroupError):
 
 
 class OpenAndFixedError(OtherSizeError):
-    """A store answered at the right place, but one of the two groups is open and the other has a world size."""
+    """A store answered at the right place, but its group is open and this worker has a world size, or the reverse."""
 
 
 class FinalRefusalError(PeerRefusedError):
@@ -80,7 +87,7 @@ def introduce_worker(
         other: A name for the other end, for error messages.
         timeout: Seconds for the whole handshake, more than 0.
         credentials: This worker's secret and encryption.
-        binding: The bytes that a TLS connection binds the proofs to; empty without TLS.
+        binding: The fingerprint of the store's certificate, to which the proofs are bound; empty without TLS.
 
     Returns:
         The store's welcome, which names the hosting worker.
@@ -88,10 +95,11 @@ def introduce_worker(
     Raises:
         AuthenticationError: One end does not know the secret of the other.
         EncryptionError: Only one end encrypts.
+        EncryptionRequired: The store wants this worker to connect again, with TLS.
         OtherGroupError: The store serves another group. `OtherSizeError` and `OpenAndFixedError` are special cases.
         FinalRefusalError: The store refused this worker for good.
         PeerRefusedError: The store refused this worker for now.
-        ProtocolError: The other end does not speak this protocol.
+        ProtocolError: The other end does not speak this protocol, or another version of it (`VersionMismatchError`).
         TimeoutError: No answer came in time.
         OSError: The connection broke.
     """
@@ -114,8 +122,10 @@ def introduce_worker(
 def _raise_refusal(body: bytes, other: str) -> None:
     """Raises the error that the flags of the store's refusal stand for; returns if no flag is set.
 
+    The errors are `OpenAndFixedError`, `OtherSizeError`, `OtherGroupError` and `FinalRefusalError`.
+
     Args:
-        body: The refusal as it came. Raises `ProtocolError` if it cannot be decoded.
+        body: The refusal, a `StoreRefused`, as bytes. Raises `ProtocolError` if it cannot be decoded.
         other: A name for the other end, for the message.
     """
     try:
@@ -155,11 +165,13 @@ def _receive_exactly(
         size: How many bytes to read.
         other: A name for the other end, for error messages.
         deadline: When to give up, in seconds of `time.monotonic`.
-        check: Called with all bytes so far, and `other`, after each read. It may raise to reject them.
+        check: Called with all bytes so far, and `other`, after each read. It may raise to reject them. The default
+            accepts everything.
 
     Raises:
         TimeoutError: The deadline has passed.
         ConnectionResetError: The other end has closed the connection first.
+        OSError: The connection broke.
     """
     received = bytearray()
     while len(received) < size:

@@ -36,20 +36,27 @@ _PROBE_TIMEOUT_S: Final = 0.75
 
 @dataclass(frozen=True)
 class HostedStore:
-    """A store that runs in this process: its server, where it can be reached, and its location file."""
+    """A store that runs in this process: its server, where it can be reached, and its location file.
+
+    `server` is the server. `reached_at` has the addresses of the store. `path` is the location file, the file behind a
+    `file:///path` URL; it holds `location`, the address of the store. Both are None if the store has a fixed host and
+    port. Call `close` at the end.
+    """
 
     server: StoreServer
+    """The server, which serves requests until it is closed."""
     reached_at: list[Candidate]
     """Where the store can be reached; addresses that other machines can use come first."""
     path: str | None = None
-    """The location file that leads to the store; None for a tcp place."""
+    """The location file that leads to the store; None if the store has a fixed host and port."""
     location: Location | None = None
-    """What the location file says; None for a tcp place."""
+    """What the location file says; None if there is none."""
 
     def close(self, keep_file: bool = False) -> None:
-        """Removes the location file, if there is one, then ends the store.
+        """Removes the location file, if there is one, then ends the store. May be called again.
 
-        In a fixed group, first waits some seconds for the workers to disconnect.
+        Before it ends, the store of a fixed group waits up to `server.linger` seconds, 5 by default, for the workers to
+        disconnect.
 
         Args:
             keep_file: True leaves the file in place. A worker that wants to join then knows that a member will host the
@@ -61,7 +68,10 @@ class HostedStore:
 
 
 def store_candidates(plan: Plan) -> tuple[Callable[[], Sequence[Candidate]], bool]:
-    """Returns where to look for the store of a plan.
+    """Returns where to look for the store of a group.
+
+    Args:
+        plan: The number of workers of the group, and the place of its store: ports of a host, or a file.
 
     Returns:
         A function that returns the addresses to try, and whether the store can only be at one address. For a file, the
@@ -85,18 +95,18 @@ def store_candidates(plan: Plan) -> tuple[Callable[[], Sequence[Candidate]], boo
 def host_fixed(
     plan: Plan, name: str, chosen: str | None, timeout: float, credentials: Credentials | None = None
 ) -> HostedStore:
-    """Hosts the store of a fixed group, in rank 0.
+    """Hosts the store of a fixed group, in rank 0. Returns the running store, which the caller closes at the end.
 
     Args:
-        plan: The group and the place of its store.
+        plan: The number of workers of the group, and the place of its store: ports of a host, or a file.
         name: The name of this worker.
         chosen: The address to listen on, if the place is a file; None for all addresses.
-        timeout: How many seconds to wait for the lock of a location file.
+        timeout: How many seconds to wait for the lock of a location file; 0 tries once.
         credentials: The secret and the encryption; None means those of this user.
 
     Raises:
         RendezvousError: The store cannot be hosted here: the address is not this machine's, the port is taken, the file
-            cannot be written, or the file leads to another store that is alive.
+            cannot be written or stays locked, or the file leads to another store that is alive.
     """
     place = plan.place
     if isinstance(place, FilePlace):
@@ -117,26 +127,26 @@ def host_open(
     credentials: Credentials | None = None,
     was_tried: Callable[[Location], bool] = lambda location: True,
 ) -> HostedStore:
-    """Hosts the store of an open group.
+    """Hosts the store of an open group. Returns the running store, which the caller closes at the end.
 
     A location in the file is replaced only if `was_tried` says that this worker has tried it in vain. A newer location
     belongs to a worker that has just started its store and may be slow to answer; replacing that would start a second
     group.
 
     Args:
-        plan: The group and the place of its store.
+        plan: The group, and the place of its store: ports of a host (a tcp place), or a file.
         name: The name of this worker.
         chosen: The address to listen on, if the place is a file; None for all addresses.
         port: The port to listen on at a tcp place; ignored for a file.
         values: The keys that the store has from the start, with their values; may be empty.
-        timeout: How many seconds to wait for the lock of a location file.
+        timeout: How many seconds to wait for the lock of a location file; 0 tries once.
         credentials: The secret and the encryption; None means those of this user.
         was_tried: Returns True for a location that did not answer this worker.
 
     Raises:
         OSError: The address is not this machine's, or the port is taken.
         HostedElsewhereError: The file leads to a store that is alive or was not tried yet.
-        RendezvousError: The file cannot be used.
+        RendezvousError: The file cannot be used; `RendezvousTimeoutError` if it stays locked.
     """
     place = plan.place
     if isinstance(place, FilePlace):
@@ -152,11 +162,11 @@ def _start_server(
     values: Mapping[str, bytes] | None,
     credentials: Credentials | None,
 ) -> HostedStore:
-    """Starts the server of a tcp place on a listening socket, and returns it with its addresses.
+    """Starts the server of a store with a fixed host and port on a listening socket, and returns it with its addresses.
 
     Args:
         listener: The listening socket, which the server owns from now on.
-        place: The place.
+        place: The host and the ports of the store.
         plan: The group.
         name: The name of this worker.
         values: The keys that the store has from the start, with their values; None for none.
@@ -182,10 +192,22 @@ def _host_with_file(
     credentials: Credentials | None,
     was_tried: Callable[[Location], bool] = lambda location: True,
 ) -> HostedStore:
-    """Starts the server on any free port, and publishes its address in the location file.
+    """Starts the server on any free port, publishes its address in the location file, and returns it.
 
-    The parameters are those of `host_open`; `values` is None for a fixed group. Raises `HostedElsewhereError`,
-    `RendezvousTimeoutError` or another `RendezvousError` as `publish_location` does; the server is closed then.
+    Args:
+        place: The path of the location file, which leads workers to the store.
+        plan: The group.
+        name: The name of this worker.
+        chosen: The address to listen on; None for all addresses.
+        timeout: How many seconds to wait for the lock of the file; 0 tries once.
+        values: The keys that the store has from the start, with their values; None for none.
+        credentials: The secret and the encryption; None means those of this user.
+        was_tried: Returns True for a location in the file that did not answer this worker. Others are not replaced.
+
+    Raises:
+        HostedElsewhereError: The file leads to a store that is alive or was not tried yet. The new server is closed.
+        RendezvousError: The file cannot be used; `RendezvousTimeoutError` if it stays locked. The new server is closed.
+        OSError: In an open group, this machine cannot listen at `chosen`. In a fixed group that is a `RendezvousError`.
     """
     listener = listen(chosen or "", [0]) if plan.world_size is not None else listen_at_once(chosen or "", 0)
     addresses = (chosen,) if chosen else tuple(reachable_addresses())
@@ -205,22 +227,27 @@ def _host_with_file(
 
 
 def _is_any_alive(candidates: Sequence[Candidate], credentials: Credentials | None) -> bool:
-    """Returns True if a store with the right secret answers at one of the candidates; False for no candidates.
+    """Returns True if a store with the right secret answers at one of these addresses; False for no candidates.
 
-    All candidates lead to one store, so they share `_PROBE_TIMEOUT_S`.
+    All candidates lead to one store, so they share `_PROBE_TIMEOUT_S` seconds. `credentials` has the secret and the
+    encryption; None means those of this user.
     """
     return any(is_alive(candidate, credentials, _PROBE_TIMEOUT_S / len(candidates)) for candidate in candidates)
 
 
 def _candidates_at(location: Location, plan: Plan) -> list[Candidate]:
-    """Returns one candidate for each address in a location file; an empty list if it has none."""
+    """Returns one candidate for each address in a location file; an empty list if it has none.
+
+    A candidate is an address with the id of the group that a store there must serve. `plan` describes the group.
+    """
     group = _group_id(location.run, plan)
     return [Candidate(address, location.port, group) for address in location.addresses]
 
 
 def _group_id(text: str, plan: Plan) -> str:
-    """Returns the id of the group, which ends with its number of workers or `OPEN_GROUP_SUFFIX`.
+    """Returns the id of a group: `text`, and the number of workers in `plan`, or `OPEN_GROUP_SUFFIX` for an open group.
 
-    So a worker that was started with another world size is refused, and the refusal names both.
+    A store refuses a worker with another id. So it refuses a worker with another world size, and the message shows both
+    sizes.
     """
     return f"{text}, {OPEN_GROUP_SUFFIX}" if plan.world_size is None else f"{text}, {plan.world_size} workers"

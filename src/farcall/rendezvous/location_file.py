@@ -33,24 +33,32 @@ _PERMANENT_ERRNOS: Final = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Location(msgspec.Struct, frozen=True):
-    """The contents of a location file: the id of the run, and the port and the addresses at which its store listens."""
+    """The contents of a location file: the address of a group's store.
+
+    `run` is the id of the run of the group, which no other run has. `port` is the port of the store. `addresses` are
+    its numeric addresses, the best first. Fields are checked where a file is read, not here.
+    """
 
     run: Text
+    """The id of the run of the group, which no other run has."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    """The port at which the store listens."""
     addresses: Addresses
+    """The numeric addresses at which the store can be reached, the best first."""
 
 
 class HostedElsewhereError(RendezvousError):
-    """The file leads to another store, which is alive.
+    """The location file, which holds the address of a group's store, leads to another store, which is or may be alive.
 
     A worker of an open group connects to that store instead. For rank 0 of a fixed group it is an error.
     """
 
 
 def read_location(path: str) -> Location | None:
-    """Returns the location in the file; None if the file does not exist or does not hold a location (yet).
+    """Returns the location in the file at `path`, which is the address of a group's store.
 
-    Raises `OSError` if the file exists but cannot be read.
+    Returns None if the file does not exist, is not a regular file, or does not hold a location (yet). Raises `OSError`
+    if the file exists but cannot be read.
     """
     try:
         # O_NONBLOCK: a user who can write to the directory can put a FIFO there. Opening a FIFO would block for ever.
@@ -65,7 +73,7 @@ def read_location(path: str) -> Location | None:
 def check_path(path: str) -> None:
     """Raises `RendezvousError` if no file can ever be written at the path: a directory, a device, an impossible name.
 
-    Accepts a path whose file or directory does not exist yet.
+    Returns for a regular file, whatever it holds, and for a path whose file or directory does not exist yet.
     """
     try:
         mode = os.stat(path).st_mode
@@ -79,7 +87,7 @@ def check_path(path: str) -> None:
 
 
 def explain_unusable_path(path: str) -> str:
-    """Returns why no worker could write the location file at `path`, as text for a message.
+    """Returns why no worker could write the file with the store's address at `path`, as text for a message.
 
     Tries to write another file into its directory. Returns an empty text if this worker sees no reason.
     """
@@ -100,7 +108,7 @@ def explain_unusable_path(path: str) -> str:
 
 
 def publish_location(path: str, location: Location, is_alive: Callable[[Location], bool], timeout: float) -> None:
-    """Writes a location into the file, and replaces an earlier one whose store does not answer.
+    """Writes a location, the address of a store, into the file. Replaces an earlier one whose store does not answer.
 
     Args:
         path: The file. It is created if it does not exist; its directory must exist.
@@ -135,10 +143,10 @@ def publish_location(path: str, location: Location, is_alive: Callable[[Location
 
 
 def remove_location(path: str, location: Location, timeout: float = 1.0) -> None:
-    """Removes the file if it still holds `location`. Raises nothing.
+    """Removes the file if it still holds `location`, the address of a store. Raises nothing.
 
-    A file that cannot be removed, or that another process keeps locked for `timeout` seconds, stays. The next run
-    replaces it.
+    A file that does not exist or holds another location is left alone. A file that cannot be removed, or that another
+    process keeps locked for `timeout` seconds (0 tries once), stays. The next run replaces it.
     """
     try:
         if read_location(path) == location:
@@ -150,7 +158,10 @@ def remove_location(path: str, location: Location, timeout: float = 1.0) -> None
 
 
 def _replace(path: str, location: Location) -> None:
-    """Writes the location into a new file and renames it to `path`. Raises `OSError`, leaving no draft behind."""
+    """Writes the location into a new file beside `path` and renames it to `path`, replacing any file there.
+
+    Raises `OSError` if that fails, and removes the new file then.
+    """
     draft = f"{path}.{location.run}"
     try:
         with open(draft, "xb") as file:
@@ -166,8 +177,8 @@ def _replace(path: str, location: Location) -> None:
 def _locked(path: str, timeout: float) -> Iterator[None]:
     """Context manager: holds the lock of the file at `path`, which is created if it does not exist.
 
-    Raises `RendezvousTimeoutError` if another process holds the lock for more than `timeout` seconds, and `OSError` if
-    the file cannot be opened.
+    Raises `RendezvousTimeoutError` if another process holds the lock for more than `timeout` seconds (0 tries once),
+    and `OSError` if the file cannot be opened.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -184,7 +195,10 @@ def _locked(path: str, timeout: float) -> Iterator[None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Takes the exclusive lock on an open file without waiting. Returns False if another process has it."""
+    """Takes the exclusive lock on an open file without waiting, and returns True.
+
+    Returns False if another process has it. Raises `OSError` for a descriptor that is not open.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

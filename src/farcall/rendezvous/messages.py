@@ -30,60 +30,85 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class _Numbered(msgspec.Struct, frozen=True):
-    """The base of all messages that have an id. A reply has the id of its request."""
+    """The base of all messages between a worker and a store that have an id.
+
+    The worker chooses a new `id` for each request. The reply has the id of its request. Fields are checked where a
+    message is decoded, not here.
+    """
 
     id: int
+    """The number of the request, chosen by the worker, different for each. A reply has the id of its request."""
 
 
 class Set(_Numbered, tag="set", frozen=True):
-    """Asks to set a key, replacing any earlier value. The reply is `Done`."""
+    """A request to set `key` to `value` in the store, replacing any earlier value. The reply is `Done`.
+
+    `id` is the number of the request, which the reply repeats. The value may be empty.
+    """
 
     key: str
     value: bytes
 
 
 class SetNew(_Numbered, tag="set_new", frozen=True):
-    """Asks to set a key unless it exists. The reply is `Value`: the value that the key has now."""
+    """A request to set `key` to `value` in the store unless the key exists. The reply is `Value`: what the key has now.
+
+    `id` is the number of the request, which the reply repeats. The value may be empty.
+    """
 
     key: str
     value: bytes
 
 
 class Get(_Numbered, tag="get", frozen=True):
-    """Asks for a value, waiting up to `timeout` seconds for the key. The reply is `Value` or `TimedOut`."""
+    """A request for the value of `key`. The store waits up to `timeout` seconds for the key; 0 does not wait.
+
+    `id` is the number of the request, which the reply repeats. The reply is `Value`, `TimedOut` if the key did not
+    appear, or `Failed` if the store closes.
+    """
 
     key: str
     timeout: Seconds
 
 
 class Add(_Numbered, tag="add", frozen=True):
-    """Asks to add to a counter. The reply is `Number` (the sum), or `Failed` if the key holds no counter."""
+    """A request to add `amount`, which may be negative, to the counter at `key`. A missing key counts as 0.
+
+    `id` is the number of the request, which the reply repeats. The reply is `Number` (the sum), or `Failed` if the key
+    holds no number or the sum would exceed 64 bits.
+    """
 
     key: str
     amount: int
 
 
 class Delete(_Numbered, tag="delete", frozen=True):
-    """Asks to delete a key.
+    """A request to delete `key`; if `expected` is not None, only if the key has that value.
 
-    The reply is `Number`: 1 if the key was deleted, 0 if it did not exist or had another value than `expected`.
+    `id` is the number of the request, which the reply repeats. The reply is `Number`: 1 if the key was deleted, 0 if it
+    did not exist or had another value.
     """
 
     key: str
     expected: bytes | None = None
-    """If given, the key is deleted only if it has this value."""
+    """If given, the key is deleted only if it has this value. None deletes it with any value."""
 
 
 class Read(_Numbered, tag="read", frozen=True):
-    """Asks for all keys that start with `prefix` now. The reply is `Entries`."""
+    """A request for all keys that start with `prefix` now, with their values. An empty prefix means all keys.
+
+    `id` is the number of the request, which the reply repeats. The reply is `Entries`, which may be empty.
+    """
 
     prefix: str
 
 
 class Collect(_Numbered, tag="collect", frozen=True):
-    """Asks for all keys that start with `prefix` as soon as there are `count` of them.
+    """A request for all keys that start with `prefix`, with their values, once there are at least `count` of them.
 
-    The reply is `Entries`, `TimedOut` after `timeout` seconds, or `Failed` if a worker was lost.
+    A `count` of 0 is answered at once. `id` is the number of the request, which the reply repeats. The reply is
+    `Entries`, `TimedOut` after `timeout` seconds (0 does not wait), or `Failed` if a worker was lost or the store
+    closes.
     """
 
     prefix: str
@@ -92,45 +117,49 @@ class Collect(_Numbered, tag="collect", frozen=True):
 
 
 class GoodBye(msgspec.Struct, tag="good_bye", frozen=True):
-    """The last message of a worker that leaves. There is no reply: the store closes the connection."""
+    """The last message of a worker that leaves. There is no reply: the store closes the connection.
+
+    `early` is True if the worker does not wait for the others. In a fixed group, requests of the type `Collect` then
+    fail.
+    """
 
     early: bool = False
     """True if the worker does not wait for the others. Workers that wait for it are told so."""
 
 
 class Done(_Numbered, tag="done", frozen=True):
-    """The request was carried out; there is no value to return."""
+    """The reply to a `Set`: the request with this `id` was carried out, and there is no value to return."""
 
 
 class Value(_Numbered, tag="value", frozen=True):
-    """The reply with the value of one key."""
+    """The reply to a `Get` or `SetNew`: the `value` of the key. `id` is that of the request."""
 
     value: bytes
 
 
 class Number(_Numbered, tag="number", frozen=True):
-    """The reply with a sum (to `Add`) or a count (to `Delete`)."""
+    """The reply to an `Add` (`number` is the sum) or a `Delete` (how many keys were deleted). `id` is the request's."""
 
     number: int
 
 
 class Entries(_Numbered, tag="entries", frozen=True):
-    """The reply with keys and their values; may be empty."""
+    """The reply to a `Read` or `Collect`: keys with their values; may be empty. `id` is that of the request."""
 
     entries: dict[str, bytes]
 
 
 class TimedOut(_Numbered, tag="timed_out", frozen=True):
-    """The wait of a `Get` or `Collect` has timed out.
+    """The reply to a `Get` or `Collect` whose timeout has expired. `id` is that of the request.
 
-    `present` has the keys with the prefix of a `Collect` that were there. It is empty for a `Get`.
+    For a `Collect`, `present` has the keys with its prefix that were there. For a `Get` it is empty.
     """
 
     present: tuple[str, ...]
 
 
 class Failed(_Numbered, tag="failed", frozen=True):
-    """The request was refused or can never succeed; `reason` is text for people."""
+    """The request with this `id` was refused or can never succeed; `reason` is text for people."""
 
     reason: str
 
@@ -144,9 +173,10 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def pack_request(request: Request) -> bytes:
-    """Returns a request as bytes to send: its length and its body.
+    """Returns a request as bytes to send: the length of its body in four bytes, and the body.
 
-    Raises `RendezvousError` if the body is larger than `MAX_FRAME_BYTES`.
+    The types of the fields are not checked. Raises `RendezvousError` if the body is larger than `MAX_FRAME_BYTES`, and
+    `OverflowError` for a number of more than 64 bits.
     """
     body = _encode(request)
     if len(body) > MAX_FRAME_BYTES:
@@ -157,7 +187,7 @@ def pack_request(request: Request) -> bytes:
 
 
 def pack_reply(reply: Reply) -> bytes:
-    """Returns a reply as bytes to send: its length and its body.
+    """Returns a reply as bytes to send: the length of its body in four bytes, and the body.
 
     A reply whose body is larger than `MAX_FRAME_BYTES` is replaced by a `Failed` with the same id. Raises nothing.
     """
@@ -169,7 +199,7 @@ def pack_reply(reply: Reply) -> bytes:
 
 
 def take_frame(buffer: bytearray) -> bytes | None:
-    """Removes the first complete message from the start of `buffer` and returns its body.
+    """Removes the first complete message (its length and its body) from the start of `buffer` and returns the body.
 
     Returns None, and leaves the buffer unchanged, if the buffer is empty or the message is not complete yet. Raises
     `ProtocolError` if the announced length is larger than `MAX_FRAME_BYTES`.
@@ -188,9 +218,9 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
 
 def unpack_request(frame: bytes) -> Request:
-    """Decodes the body of a request, as `take_frame` returned it.
+    """Decodes the body of a request: the bytes of a message without the length at its beginning.
 
-    Raises `ProtocolError` if the bytes are not a valid request.
+    Raises `ProtocolError` if the bytes are empty or not a valid request.
     """
     try:
         return _requests.decode(frame)
@@ -199,9 +229,9 @@ def unpack_request(frame: bytes) -> Request:
 
 
 def unpack_reply(frame: bytes) -> Reply:
-    """Decodes the body of a reply, as `take_frame` returned it.
+    """Decodes the body of a reply: the bytes of a message without the length at its beginning.
 
-    Raises `ProtocolError` if the bytes are not a valid reply.
+    Raises `ProtocolError` if the bytes are empty or not a valid reply.
     """
     try:
         return _replies.decode(frame)

@@ -57,15 +57,15 @@ def join_open(
 ) -> tuple[int, dict[int, bytes]]:
     """Joins an open group: gets a number from the store and claims the name.
 
-    If another worker has the name, waits for it: that worker may be dead without the group knowing it yet. If the store
-    is lost meanwhile, looks for it again and starts over with another number.
+    If another worker has the name, waits until the name is free: that worker may be dead without the group knowing it
+    yet. If the store is lost meanwhile, looks for it again and starts over with another number.
 
     Args:
         rendezvous: This worker's connection to the store.
-        name: The name of this worker.
+        name: The name of this worker. Only its uniqueness is checked.
         payload_of: Returns what the other workers get from this one, given the number of this worker. Called again
             after the store was lost.
-        timeout: How many seconds joining may take.
+        timeout: How many seconds joining may take. With 0 the name is claimed once, without waiting for it.
         is_dead: Called repeatedly, while the name is taken, with the payload of the worker that has it. If it returns
             True, that worker is removed and its name is taken over.
 
@@ -115,44 +115,47 @@ def join_open(
 def leave_open(rendezvous: Rendezvous, number: int) -> None:
     """Removes this worker from the group, so that its name is free. Takes a second at most and raises nothing.
 
+    If the store cannot be reached, the worker stays in it until another member removes it.
+
     Args:
         rendezvous: This worker's connection to the store.
-        number: The number of this worker.
+        number: The number of this worker, which `join_open` returned. A number that is not there is no error.
     """
     forget_own_entries(rendezvous)
     remove_member(rendezvous, number)
 
 
 def forget_own_entries(rendezvous: Rendezvous) -> None:
-    """Makes sure that a store that is started later does not get this worker's entries from here.
+    """Makes this worker forget its own entries in the store (its number and its name).
 
-    Called by a worker that leaves or was expelled. Sends nothing; raises nothing.
+    It then does not write them into stores that are started later. Called by a worker that leaves or was expelled. Does
+    nothing if it has no entries. Sends nothing; raises nothing. `rendezvous` is this worker's connection to the store.
     """
     if isinstance(rendezvous.store, OpenStore):
         rendezvous.store.forget_own_entries()
 
 
 def stop_hosting(rendezvous: Rendezvous) -> None:
-    """Ends the store if this worker hosts it, and makes sure that it never hosts it again. Other members will host it.
+    """Ends the store if it runs in this worker. This worker never hosts the store again; other members will.
 
     Called by a worker that is no longer a member but goes on running. May wait for another thread that is looking for
-    the store. Raises nothing.
+    the store. Raises nothing. `rendezvous` is this worker's connection to the store.
     """
     if isinstance(rendezvous.store, OpenStore):
         rendezvous.store.stop_hosting()
 
 
 def remove_lost_members(rendezvous: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
-    """Deletes the entries of all workers that are gone, so that their names are free.
+    """Deletes the store's entries of all workers for which `is_gone` returns True, so that their names are free.
 
     Does nothing if the store is not hosted by this worker or one of `names`. After a network partition, the workers
-    that this side considers lost may go on with their store, and their members are not ours to remove. Any member may
-    call this, any number of times. Takes a second at most and raises nothing.
+    that this side considers lost may go on with a store of their own, whose entries are not ours to delete. Any member
+    may call this, any number of times. Takes a second at most and raises nothing.
 
     Args:
         rendezvous: This worker's connection to the store.
         is_gone: Returns True for the number of a worker that has left or was lost.
-        names: The names of the current members.
+        names: The names of the current members; may be empty.
     """
     store = rendezvous.store
     if not is_hosted_by(rendezvous, names):
@@ -201,7 +204,8 @@ def remove_member(rendezvous: Rendezvous, number: int) -> bool:
 def read_members(rendezvous: Rendezvous) -> dict[int, bytes]:
     """Returns the payloads of all workers that the store has as members, by number.
 
-    Returns an empty dict if the store does not answer within a second. Raises nothing.
+    A payload is the bytes that a worker gave when it joined. Returns an empty dict if there are no members, or the
+    store does not answer within a second. Raises nothing. `rendezvous` is this worker's connection to the store.
     """
     try:
         with rendezvous.store.within(REMOVE_TIMEOUT_S):
@@ -229,20 +233,23 @@ def ensure_store(
 ) -> bool:
     """Makes sure that the group has a store, after the worker that hosted it may have gone.
 
-    Does nothing if the store still answers, unless its host is among `gone`: a worker that was declared lost by mistake
-    goes on until it hears of that, but its store is not the group's any more.
+    Does nothing if the store still answers, unless its host is among `gone`. A worker that was declared lost by mistake
+    may still host a store, but that is not the store of the group any more.
 
     Args:
         rendezvous: This worker's connection to the store.
-        here: Name and payload of every current member, by number. A store that is started here begins with them.
+        here: Name and payload (the bytes given when joining) of every current member, by number. A store that is
+            started here begins with them.
         next_number: A store that is started here assigns numbers well above this one.
-        gone: The names of workers that have left or were lost.
+        gone: The names of workers that have left or were lost; none by default.
 
     Returns:
-        True if the store is up: as before, on another member, or on this worker from now on. False if no store is up
-        yet, for example because its address is not this machine's or its port is still taken. Call again later.
+        True if the store is up: as before, on another member, or on this worker from now on; also for a store that
+        cannot be lost, such as one in memory. False if no store is up yet, for example because its address is not this
+        machine's or its port is still taken. Call again later.
 
-    Takes up to some seconds and raises nothing. Must not be called on the thread that runs `call_when_store_lost`.
+    May take several seconds. Raises nothing. Must not be called on the thread that runs the function given to
+    `call_when_store_lost`.
     """
     store = rendezvous.store
     if not isinstance(store, OpenStore):
@@ -275,8 +282,8 @@ def _claim_name(store: Store, name: str, number: int, deadline: float, is_dead: 
     Args:
         store: The store.
         name: The name.
-        number: The number of this worker.
-        deadline: When to give up, in seconds of `time.monotonic`.
+        number: The number of this worker, which the store has assigned.
+        deadline: When to give up, in seconds of `time.monotonic`. A time in the past tries once.
         is_dead: Called with the payload of the worker that has the name. If it returns True, the name is taken over.
 
     Returns:
@@ -308,9 +315,10 @@ def _claim_name(store: Store, name: str, number: int, deadline: float, is_dead: 
 
 
 def _read_members(store: Store) -> dict[int, bytes]:
-    """Returns the payloads of all members by number, and deletes names whose worker has no entry any more.
+    """Returns the payloads of all members by number, in the order of the numbers; an empty dict if there are none.
 
-    Returns an empty dict if there are no members. Raises `RendezvousError` if the store is gone.
+    A payload is the bytes that a worker gave when it joined. Deletes names whose worker has no entry any more. Raises
+    `RendezvousError` if the store is gone.
     """
     entries = store.read("open/")
     there: dict[int, bytes] = {}
@@ -342,7 +350,7 @@ def _name_taken_message(name: str, holder: int, timeout: float) -> str:
 
 
 def _parse_number(text: bytes) -> int | None:
-    """Returns the number in a value of the store; None if it is not the number of a worker."""
+    """Returns the number in a value of the store; None if it is empty or not the number of a worker."""
     return int(text) if text.isdigit() and len(text) <= _MAX_NUMBER_DIGITS else None
 
 

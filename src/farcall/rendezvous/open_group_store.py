@@ -67,10 +67,18 @@ _log = logging.getLogger(__name__)
 
 
 class OpenStore(Store):
-    """The store of an open group, as one worker sees it. Call `enter` before anything else.
+    """The store of an open group, as one worker sees it. Call `enter` before anything else, and `close` at the end.
 
-    The methods that send a request raise `RendezvousError` while no worker hosts the store. `ensure_store` finds it
-    again.
+    The constructor takes the `plan` (the group and the place of its store), the `name` of this worker, the address
+    `chosen` to listen on (None for all), and the `credentials` (secret and encryption; None for those of this user). It
+    checks nothing. The methods that send a request raise `RendezvousError` while no worker hosts the store.
+    `ensure_store` finds it again.
+
+    Attributes:
+        peer: The store's address in the last connection to it; empty before the first.
+        own: This worker's address in that connection; empty before the first.
+        on_lost: A function without arguments, which is called on a thread of the store when the connection is lost. It
+            must not block, and must not use the store. The default does nothing.
     """
 
     def __init__(self, plan: Plan, name: str, chosen: str | None, credentials: Credentials | None = None) -> None:
@@ -80,7 +88,7 @@ class OpenStore(Store):
             plan: The group and the place of its store.
             name: The name of this worker.
             chosen: The address of the interface to use if this worker hosts the store; None for all.
-            credentials: Secret and encryption; by default those of this user.
+            credentials: The secret and the encryption; None means those of this user.
         """
         self._credentials = credentials or Credentials()
         self.peer = self.own = ""
@@ -107,64 +115,73 @@ class OpenStore(Store):
     # -- the interface of every store
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key, replacing any earlier value. Raises `RendezvousError` if the store is gone."""
+        """Sets a key, replacing any earlier value. The value may be empty; neither type is checked.
+
+        Raises `RendezvousError` if the store is gone and not found again yet, or the value is too large (16 MiB), and
+        `RendezvousTimeoutError` if the store does not answer within 30 seconds.
+        """
         self._current().set(key, value)
 
     def set_new(self, key: str, value: bytes) -> bytes:
-        """Sets a key unless it exists, and returns the value that it has now.
+        """Sets a key unless it exists, and returns the value that it has now: `value`, or the earlier one.
 
-        Raises `RendezvousError` if the store is gone.
+        Raises `RendezvousError` if the store is gone and not found again yet, or the value is too large (16 MiB), and
+        `RendezvousTimeoutError` if the store does not answer within 30 seconds.
         """
         return self._current().set_new(key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Waits up to `timeout` seconds for a key, and returns its value.
+        """Waits up to `timeout` seconds for a key, and returns its value. 0 or less does not wait.
 
         Raises `RendezvousTimeoutError` if the key does not appear in time, and `RendezvousError` if the store is gone.
         """
         return self._current().get(key, timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds `amount`, which may be negative, to a counter, and returns the sum.
+        """Adds `amount`, which may be negative, to the counter at `key`, and returns the sum.
 
         A key that does not exist counts as 0. Raises `RendezvousError` if the store is gone, the key holds no counter,
-        or the sum would exceed 64 bits.
+        or the sum would exceed 64 bits, `RendezvousTimeoutError` if the store does not answer within 30 seconds, and
+        `OverflowError` if `amount` itself exceeds 64 bits.
         """
         return self._current().add(key, amount)
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
-        """Deletes a key, if `expected` is given only if it has that value. Returns whether the key was deleted.
+        """Deletes a key; if `expected` is not None, only if the key has that value.
 
-        Raises `RendezvousError` if the store is gone.
+        Returns whether the key was deleted. Returns False if the key does not exist. Raises `RendezvousError` if the
+        store is gone, and `RendezvousTimeoutError` if it does not answer within 30 seconds.
         """
         return self._current().delete(key, expected)
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
-        """Returns all keys that begin with `prefix`, with their values; empty if there are none.
+        """Returns all keys that begin with `prefix`, with their values; empty if there are none. "" means all keys.
 
-        Raises `RendezvousError` if the store is gone.
+        Raises `RendezvousError` if the store is gone, and `RendezvousTimeoutError` if it does not answer within 30
+        seconds.
         """
         return self._current().read(prefix)
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         """Waits until at least `count` keys begin with `prefix`, and returns all of them with their values.
 
-        Raises `RendezvousTimeoutError` after `timeout` seconds, with the keys that are there, and `RendezvousError` if
-        the store is gone.
+        A `count` of 0 returns at once. Raises `RendezvousTimeoutError` after `timeout` seconds (0 or less does not
+        wait), with the keys that are there in its attribute `present`, and `RendezvousError` if the store is gone.
         """
         return self._current().collect(prefix, count, timeout)
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
         """Context manager: limits all requests of this thread inside the block to `seconds` in total.
 
-        A request that takes longer raises `RendezvousTimeoutError`. Of nested limits the shortest counts.
+        A request that takes longer raises `RendezvousTimeoutError`; with 0 that is every request. Of nested limits the
+        shortest counts.
         """
         return self._limit.within(seconds)
 
     def close(self, early: bool = False, timeout: float = 0.0) -> None:
-        """Disconnects, and ends the store if this worker hosts it. May be called again.
+        """Disconnects, and ends the store if this worker hosts it. May be called again, and before `enter`.
 
-        Waits for no other worker; `early` and `timeout` are ignored.
+        Waits for no other worker; `early` and `timeout` are ignored. Later requests raise `RendezvousError`.
         """
         self._closed = True  # before the lock: a thread that looks for the store gives up and releases it
         with self._lock:
@@ -174,7 +191,10 @@ class OpenStore(Store):
             self._release_presence()
 
     def abandon(self) -> None:
-        """Called in a forked child: closes the child's copies of descriptors. The parent stays in the group."""
+        """Called in a forked child: closes the child's copies of descriptors. The parent stays in the group.
+
+        Later requests in the child raise `RendezvousError`. Raises nothing.
+        """
         self._lock = threading.Lock()  # a thread of the parent may have held it at the fork
         self._closed = True
         if self._client is not None:
@@ -186,21 +206,25 @@ class OpenStore(Store):
 
     @property
     def hosts(self) -> bool:
-        """True if this worker hosts the store."""
+        """True if this worker hosts the store now; False if another worker does, or there is no connection."""
         return self._hosted is not None
 
     def is_hosted_by(self, names: Collection[str]) -> bool:
-        """Returns True if the store is hosted by this worker or by a worker with one of these names."""
+        """Returns True if the store is hosted by this worker or by a worker with one of these names, which may be none.
+
+        The host is that of the last connection, even if the connection has ended. Returns False before the first.
+        """
         return self._hosted is not None or self._host_name in names
 
     def enter(self, timeout: float) -> str:
-        """Connects to the store, or starts a new group if there is none. Must not be called by a member.
+        """Connects to the store, or starts a new group if there is none. Must not be called by a member; not checked.
 
         Args:
-            timeout: How many seconds to look for the store.
+            timeout: How many seconds to look for the store, more than 0. With 0 there is no time for an answer, and
+                `RendezvousTimeoutError` is raised.
 
         Returns:
-            The id of the group's run.
+            The id of the group's run, which no other run has.
 
         Raises:
             RendezvousTimeoutError: No store was found in time, and this worker cannot host one.
@@ -224,26 +248,28 @@ class OpenStore(Store):
                     time.sleep(_RETRY_PAUSE_S)
 
     def remember_own_entries(self, mine: Mapping[str, bytes], number: int) -> None:
-        """Records that this worker is a member. Its entries are written again whenever another worker hosts the store.
+        """Records that this worker is a member, and its entries. `ensure_store` writes them into each later store.
 
         Args:
-            mine: The entries of this worker in the store.
-            number: The number of this worker.
+            mine: The entries of this worker in the store: keys and values for its number and its name.
+            number: The number of this worker, which the store has assigned. Not checked.
         """
         with self._lock:
             self._own_entries, self._highest_number = dict(mine), number
             self._presence = self._presence or PresenceLock(self._plan.place)
 
     def forget_own_entries(self) -> None:
-        """Records that this worker leaves: its entries are not written into stores that start later. Sends nothing."""
+        """Records that this worker leaves: its entries are not written into stores that start later.
+
+        Sends nothing. Does nothing if this worker has no entries.
+        """
         self._own_entries = {}
 
     def stop_hosting(self) -> None:
         """Ends the store if this worker hosts it, and never hosts it again.
 
-        Requests to another worker's store still work.
-
-        May wait for another thread that is looking for the store. Raises nothing.
+        Requests to another worker's store still work. May wait for another thread that is looking for the store. Raises
+        nothing.
         """
         self._may_not_host = True
         with self._lock:
@@ -252,13 +278,16 @@ class OpenStore(Store):
             self._release_presence()
 
     def reconnect(self, timeout: float) -> bool:
-        """Looks for the store again if another worker hosts it, without hosting it here.
+        """Looks for the store again, if another worker hosts it. Never hosts it here.
+
+        Does not look for it if this worker hosts the store, or after `close`.
 
         Args:
-            timeout: How many seconds to look.
+            timeout: How many seconds to look, more than 0. With 0 there is no time for an answer.
 
         Returns:
-            True if this worker is connected to the store of its own run; False if not. Raises nothing.
+            True if this worker is connected to the store of its own run (of the group that it joined); False if not.
+            Raises nothing.
         """
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=timeout):
@@ -282,16 +311,17 @@ class OpenStore(Store):
         """Makes sure that the group has a store, after the worker that hosted it may have gone.
 
         Connects to the store if another member hosts it, else hosts it here. Does nothing if the store still answers,
-        unless its host is among `gone`.
+        unless its host is among `gone`. May take several seconds. Raises nothing.
 
         Args:
-            values: The entries of all current members. A store that is started here begins with them.
+            values: The entries of all current members: keys and values for their numbers and names. A store that is
+                started here begins with them.
             names: The names of the current members.
             next_number: A store that is started here assigns numbers well above this one.
-            gone: The names of workers that have left or were lost.
+            gone: The names of workers that have left or were lost; may be empty.
 
         Returns:
-            True if the store is up, here or on another member; False if not. Takes up to some seconds; raises nothing.
+            True if the store is up, here or on another member; False if not, and after `close` or `stop_hosting`.
         """
         with self._lock:
             if self._closed or self._may_not_host:
@@ -327,14 +357,17 @@ class OpenStore(Store):
     ) -> StoreClient:
         """Connects to the store, and returns the connection. Hosts the store if no worker does.
 
+        If `seed` or `why_not` is None, only looks for a store and does not host it.
+
         Args:
-            timeout: How many seconds to look for the store.
-            seed: Returns the keys of a store that is started here, with their values. None: do not host.
-            why_not: Returns why this worker must not host now, or None if it may. None in its place: do not host.
+            timeout: How many seconds to look for the store. Each address is tried once even with 0.
+            seed: Returns the keys of a store that is started here, with their values.
+            why_not: Returns why this worker must not host the store now, or None if it may.
 
         Raises:
             RendezvousTimeoutError: No store was found in time.
-            RendezvousError: The store refused this worker, or was closed in this process.
+            RendezvousError: The store refused this worker, or was closed in this process, or the location file (the
+                file with its address) cannot be used.
         """
         plan = self._plan
         candidates, only_one = store_candidates(plan)
@@ -397,9 +430,11 @@ class OpenStore(Store):
         return self._client
 
     def _reasons_not_to_start(self) -> Callable[[], str | None]:
-        """Returns a function that decides whether a worker that is no member may start a new group now.
+        """Returns a function that says why this worker, which is no member yet, must not start a new group now.
 
-        The function returns the reason why it may not, or None if it may.
+        The function returns None if the worker may start one. It returns a reason if a group at this place may host its
+        store again soon: workers of a group run on this machine, in the first `PRESENCE_WAIT_S` seconds after this
+        call, or the location file still holds an address, in the first `FILE_WAIT_S` seconds.
         """
         place = self._plan.place
         since = time.monotonic()
@@ -415,9 +450,10 @@ class OpenStore(Store):
         return why_not
 
     def _serves_our_run(self) -> bool:
-        """Returns True if the connected store serves this worker's run. If not, logs a warning and disconnects.
+        """Returns True if the connected store serves this worker's run, that is the group that this worker has joined.
 
-        Raises `RendezvousError` if there is no connection, or the store does not answer.
+        If not, logs a warning, disconnects and returns False. Raises `RendezvousError` if there is no connection, or
+        the store does not answer.
         """
         run = self._current().read(RUN_KEY).get(RUN_KEY, b"").decode()
         if run != self._run:
@@ -433,10 +469,10 @@ class OpenStore(Store):
         return run == self._run
 
     def _is_answering(self, names: Collection[str], gone: Collection[str]) -> bool:
-        """Returns True if the current connection can be used.
+        """Returns True if the current connection to the store can be used.
 
-        Returns False if its host is among `gone`, if the connection has ended, or if a host that is not among `names`
-        does not answer a probe.
+        Returns False if there is none or it has ended, if its host is among `gone` (the names of lost workers), or if a
+        host that is not among `names` (the members) does not answer a request within `_PROBE_TIMEOUT_S` seconds.
         """
         client = self._client
         if client is None or client.is_ended:
@@ -453,7 +489,10 @@ class OpenStore(Store):
         return True
 
     def _has_other_members(self) -> bool:
-        """Returns True if this worker hosts the store and other members could host it next."""
+        """Returns True if this worker hosts the store and other members could host it next.
+
+        Returns False if it does not host the store, has no other members in it, or the store does not answer.
+        """
         client = self._client
         if self._hosted is None or client is None:
             return False
@@ -474,7 +513,8 @@ class OpenStore(Store):
         """Closes the connection, and the store if this worker hosts it. Does nothing if there is neither.
 
         Args:
-            keep_file: Leaves the location file for the worker that hosts the store next.
+            keep_file: Leaves the location file, which holds the store's address, for the worker that hosts the store
+                next.
         """
         # Close first, forget second: after an interrupt in between, the next call closes again.
         if self._client is not None:
@@ -485,7 +525,10 @@ class OpenStore(Store):
             self._hosted = None
 
     def _release_presence(self) -> None:
-        """Releases the presence lock, if this worker holds it."""
+        """Releases the lock that tells other workers of this machine that the group exists.
+
+        Does nothing if it is not held.
+        """
         if self._presence is not None:
             self._presence.release()
             self._presence = None

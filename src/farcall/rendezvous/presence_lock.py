@@ -38,7 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 class PresenceLock:
-    """The shared lock by which this worker shows that its open group exists, from the constructor to `release`."""
+    """The shared lock by which this worker shows that its open group exists, from the constructor to `release`.
+
+    It tells other workers on this machine, under this user, not to start a second group at the same place. `place` is
+    the address or the file by which workers find the group.
+    """
 
     def __init__(self, place: TcpPlace | FilePlace) -> None:
         """Takes the lock of the group at `place`, the address or file by which workers find the group.
@@ -71,7 +75,10 @@ class PresenceLock:
                 _remove_if_unlocked(self._path)
 
     def abandon(self) -> None:
-        """Called in a forked child: closes the inherited descriptor. The parent keeps the lock."""
+        """Called in a forked child: closes the inherited descriptor. The parent keeps the lock.
+
+        Does nothing if no lock is held.
+        """
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -80,7 +87,8 @@ class PresenceLock:
 def is_group_on_this_machine(place: TcpPlace | FilePlace) -> bool:
     """Returns True if workers of an open group at this place run on this machine, under this user.
 
-    Returns False if that cannot be found out.
+    `place` is the address or the file by which workers find the group. Returns False if there are none, or that cannot
+    be found out. Raises nothing.
     """
     path = _lock_path(place)
     if path is None:
@@ -99,7 +107,10 @@ def is_group_on_this_machine(place: TcpPlace | FilePlace) -> bool:
 
 
 def _lock_path(place: TcpPlace | FilePlace) -> str | None:
-    """Returns the path of the lock file of a place; None if there is no directory that only this user can write to."""
+    """Returns the path of the lock file of a place, which is the address or the file by which workers find a group.
+
+    The file need not exist. Returns None if there is no directory that only this user can write to.
+    """
     directory = private_directory()
     if directory is None:
         return None
@@ -127,16 +138,19 @@ def _open_own_file(path: str, flags: int = 0) -> int:
 
 
 def _remove_unused_files(directory: str) -> None:
-    """Removes the lock files in a directory that no process holds a lock on."""
+    """Removes the lock files in a directory that no process holds a lock on. Files that cannot be removed stay.
+
+    Does nothing if there are none. Raises nothing.
+    """
     for path in glob.iglob(os.path.join(glob.escape(directory), "*.open")):
         with contextlib.suppress(OSError):
             _remove_if_unlocked(path)
 
 
 def _remove_if_unlocked(path: str) -> None:
-    """Removes a lock file.
+    """Removes the lock file at `path`, if it is a regular file of this user.
 
-    Raises `OSError`, and removes nothing, if a process holds a lock on it, or if it cannot be opened.
+    Raises `OSError`, and removes nothing, if a process holds a lock on it, or if it does not exist or cannot be opened.
     """
     descriptor = _open_own_file(path)
     try:
@@ -149,7 +163,10 @@ def _remove_if_unlocked(path: str) -> None:
 
 
 def _is_still_at(descriptor: int, path: str) -> bool:
-    """Returns True if the open file is the one at the path. Raises `FileNotFoundError` if there is none."""
+    """Returns True if the open file is the one at the path, and False if another file is there now.
+
+    Raises `FileNotFoundError` if there is none.
+    """
     return os.path.samestat(os.fstat(descriptor), os.stat(path))
 
 

@@ -59,6 +59,13 @@ class _Connection:
         proof_deadline: When the other end must have proved that it knows the secret, in seconds of `time.monotonic`.
             The attribute is None once it has.
         handshake: The server's side of the handshake.
+
+    Attributes:
+        other: The address of the other end, later with the name and rank of the worker, for messages.
+        incoming: Bytes that were received and not handled yet.
+        outgoing: Bytes that are still to be sent.
+        may_encrypt: True until the first byte tells whether this is TLS.
+        ending: True if the connection is to be closed as soon as everything is sent.
     """
 
     def __init__(self, number: int, sock: socket.socket, proof_deadline: float, handshake: ServerHandshake) -> None:
@@ -74,7 +81,22 @@ class _Connection:
 
 
 class StoreServer:
-    """Serves the store on a listening socket until `close`, with a thread of its own. Owns the socket from now on."""
+    """Serves a group's store on a listening socket until `close`, with a thread of its own.
+
+    Owns the socket from now on. The other arguments are the id of the group, its size (None if it is open), the name of
+    the hosting worker, the keys that exist from the start (None for none), and the secret and encryption (None for
+    those of this user). They are not checked.
+
+    Attributes:
+        linger: Seconds that `close` waits by default for the workers to disconnect: 5 in a fixed group, 0 in an open
+            one.
+        port: The port on which the server listens.
+
+    Example:
+        server = StoreServer(listener, "my group, 2 workers", 2, "worker0")
+        ...
+        server.close()
+    """
 
     def __init__(
         self,
@@ -90,13 +112,14 @@ class StoreServer:
         Args:
             listener: A listening TCP socket.
             group: The id of the group; workers with another id are refused.
-            world_size: The number of workers; None for an open group.
+            world_size: The number of workers; None for an open group. Not checked.
             host_name: The name of the worker that hosts this store.
             values: The keys that the store has from the start, with their values; None for none.
             credentials: The secret and the encryption; None means those of this user.
 
         Raises:
             RuntimeError: The system cannot create a thread.
+            OSError: `listener` is closed, or no descriptors are left.
         """
         self.linger = CLOSE_TIMEOUT_S if world_size is not None else 0.0
         """Seconds that `close` waits by default for the workers to disconnect; 0 in an open group."""
@@ -136,7 +159,7 @@ class StoreServer:
         """Stops accepting workers, waits up to `linger` seconds for the connected ones to leave, then ends the store.
 
         Requests that are still waiting then fail with a message that the store was closed. May be called again, also
-        after an interrupt (Ctrl-C) in an earlier call: then the earlier of the two deadlines counts.
+        after an interrupt (Ctrl-C) in an earlier call. A second call can only shorten the wait of the first.
 
         Args:
             linger: How many seconds to wait; 0 does not wait. None means the attribute `linger`.
@@ -164,7 +187,7 @@ class StoreServer:
     def refusals(self) -> str:
         """Returns a text that says how many connections were refused, from where and why; empty if none was.
 
-        Thread-safe.
+        May be called from any thread.
         """
         return "; and ".join(
             f"{count} connection{'s' if count > 1 else ''} from {host}: {why}"
@@ -176,7 +199,7 @@ class StoreServer:
 
         Args:
             connection: The refused connection.
-            kind: The kind of failure.
+            kind: The kind of failure, such as "wrong secret"; empty for a worker that knows the secret.
             why: The reason; the last one of each kind is kept.
         """
         key = connection.other.rpartition(":")[0], kind
@@ -184,7 +207,10 @@ class StoreServer:
             self._refused[key] = self._refused.get(key, (0, ""))[0] + 1, why
 
     def _run(self) -> None:
-        """The server's thread: serves until closed, then closes every socket."""
+        """The server's thread: serves until closed, then closes every socket.
+
+        An unexpected error is logged and ends it, too.
+        """
         try:
             while not self._is_closed():
                 self._step()
@@ -194,9 +220,10 @@ class StoreServer:
             self._close_all()
 
     def _is_closed(self) -> bool:
-        """Returns True when the server must end. Closes the listening socket as soon as `close` was called.
+        """Returns True when the server must end, and False before `close` was called.
 
-        The server ends when no workers are connected, or when the time of `close` is over.
+        After `close`, closes the listening socket. The server must end then as soon as no workers are connected, or
+        when the time that `close` gives them is over.
         """
         if self._close_by is None:
             return False
@@ -207,7 +234,8 @@ class StoreServer:
     def _step(self) -> None:
         """Waits for the next event or deadline, and serves everything that is ready.
 
-        Errors close single connections only.
+        A connection that did not prove in time that it knows the secret is closed. Errors close single connections
+        only.
         """
         now = time.monotonic()
         if self._close_by is None and not self._accepting and now >= self._accept_from:
@@ -249,11 +277,15 @@ class StoreServer:
         return min(times)
 
     def _unproven_connections(self) -> list[_Connection]:
-        """Returns the connections that have not proved the secret or are being refused, oldest first."""
+        """Returns the connections that have not proved the secret or are being refused, oldest first; may be empty."""
         return [connection for connection in self._connections.values() if connection.proof_deadline is not None]
 
     def _accept(self) -> None:
-        """Accepts one connection. Does nothing if the other end has already given up."""
+        """Accepts one connection, and prepares its handshake. Does nothing if the other end has already given up.
+
+        If there are too many connections without a proof of the secret, the oldest of them is closed. If the system
+        cannot accept connections, logs a warning, and none is accepted for `_ACCEPT_PAUSE_S` seconds.
+        """
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
@@ -290,9 +322,10 @@ class StoreServer:
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _wrap_in_tls(self, sock: socket.socket) -> tuple[socket.socket, bytes]:
-        """Returns the socket wrapped in TLS, and the bytes that a proof must be bound to.
+        """Returns the socket wrapped in TLS, and the fingerprint of the certificate, which a proof must be bound to.
 
-        If this worker does not encrypt, returns the socket unchanged, with empty bytes.
+        If this worker does not encrypt, returns the socket unchanged, with empty bytes. Sends nothing yet. Raises
+        `OSError` if the socket is closed.
         """
         encryption = self._credentials.encryption
         if encryption is None:
@@ -306,7 +339,7 @@ class StoreServer:
     def _decide_on_encryption(self, connection: _Connection) -> None:
         """Looks at the first byte of a loopback connection, and switches to TLS if it starts a TLS handshake.
 
-        Raises `BlockingIOError` if no byte has arrived yet.
+        Raises `BlockingIOError` if no byte has arrived yet, and `OSError` if the connection is broken.
         """
         if connection.sock.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE:
             plain = connection.sock
@@ -344,9 +377,10 @@ class StoreServer:
             self._drop(connection, "its request could not be served")
 
     def _receive(self, connection: _Connection) -> None:
-        """Reads once from a connection, and handles every complete message.
+        """Reads once from a connection, and handles every complete message. Does nothing if no bytes have arrived.
 
-        Raises `ProtocolError` for an invalid message, and `OSError` if the connection is broken.
+        A connection that the other end has closed is closed here, too. Raises `ProtocolError` for an invalid message,
+        and `OSError` if the connection is broken.
         """
         is_known = connection.proof_deadline is None
         room = _READ_BYTES
@@ -426,9 +460,10 @@ class StoreServer:
         Args:
             connection: The connection to refuse.
             refusal: What the other end is sent.
-            kind: The kind of failure if it is a stranger; each kind is logged once per host.
-            why: The reason for the log, if it should say more than the refusal.
-            level: The log level of the first refusal of its kind.
+            kind: The kind of failure, such as "wrong secret", if the other end has not proved that it knows the secret;
+                each kind is logged once per host. Empty for a worker.
+            why: The reason for the log, if it should say more than the refusal; empty for the reason in the refusal.
+            level: The log level of the first refusal of its kind; later ones are logged at level DEBUG.
         """
         why = quoted(why or refusal.reason)
         is_new = self._credentials.stranger_log.is_new(connection.other, kind) if kind else why != self._last_refusal
@@ -448,7 +483,10 @@ class StoreServer:
             connection.sock.shutdown(socket.SHUT_WR)
 
     def _deliver(self) -> None:
-        """Sends the replies that the state has produced. Drops those whose connections are closed."""
+        """Sends the replies that are ready.
+
+        Drops those whose connections are closed. Does nothing if there are none.
+        """
         for number, reply in self._state.take_replies():
             if number in self._connections:
                 self._send(self._connections[number], pack_reply(reply))
@@ -462,15 +500,19 @@ class StoreServer:
             self._drop_broken(connection, error)
 
     def _drop_disconnected(self, connection: _Connection, how: str) -> None:
-        """Closes a connection whose other end has hung up; `how` says how, for the log."""
+        """Closes a connection whose other end has hung up; `how` says how, for the log.
+
+        Does nothing if it is closed already.
+        """
         known = connection.proof_deadline is None or connection.handshake.is_proven or connection.ending
         why = how if known else f"it left before it had proved that it knows the secret ({how})"
         self._drop(connection, why, logging.DEBUG if known else logging.INFO, "left")
 
     def _drop_broken(self, connection: _Connection, error: OSError) -> None:
-        """Closes a connection that failed with `error`.
+        """Closes a connection that failed with `error`. Does nothing if it is closed already.
 
-        The log level depends on whether the failure was to be expected.
+        The log level is WARNING only for a worker of a fixed group whose connection broke without a reset. Other
+        failures are ordinary, and are logged at level INFO or DEBUG.
         """
         # A worker that finds the reply slow hangs up and tries again. If it had not read everything we sent, the kernel
         # reports that as a reset, so a reset is an ordinary end.
@@ -502,13 +544,14 @@ class StoreServer:
             self._selector.modify(connection.sock, wanted, connection)
 
     def _drop(self, connection: _Connection, why: str, level: int = logging.WARNING, kind: str = "broken") -> None:
-        """Closes a connection, logs why, and tells the state. Does nothing if the connection is already closed.
+        """Closes a connection, logs why, and counts its worker as disconnected. Does nothing if it is already closed.
 
         Args:
             connection: The connection.
             why: The reason, for the log.
             level: The log level.
-            kind: The kind of failure of a stranger; each kind is logged once per host.
+            kind: The kind of failure, if the other end has not proved that it knows the secret; each kind is logged
+                once per host.
         """
         if self._connections.pop(connection.number, None) is None:
             return
@@ -546,7 +589,10 @@ class StoreServer:
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """Shuts a socket down and closes it. Without the shutdown it would stay open in a forked child."""
+    """Shuts a socket down and closes it. Without the shutdown it would stay open in a forked child.
+
+    Does nothing if the socket is closed already.
+    """
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -18,8 +18,12 @@ CLOSE_TIMEOUT_S: Final = 5.0
 class Store(ABC):
     """Keys and values that all workers of a group can read and write. All methods may be called from any thread.
 
-    Every method that talks to the store raises `RendezvousError` if the store is gone: its host ended, or the
-    connection was closed.
+    Keys are text and values are bytes; the types are not checked. Every method that talks to the store raises
+    `RendezvousError` if the store is gone: its host ended, or the connection was closed.
+
+    Example:
+        store.set("color", b"red")
+        assert store.get("color", timeout=5.0) == b"red"
     """
 
     @abstractmethod
@@ -57,7 +61,7 @@ class Store(ABC):
 
         Args:
             key: The key to wait for.
-            timeout: How many seconds to wait. 0 returns the value if it is there now.
+            timeout: How many seconds to wait. 0 does not wait: it returns the value or raises at once.
 
         Raises:
             RendezvousTimeoutError: The key did not appear in time.
@@ -69,8 +73,8 @@ class Store(ABC):
         """Adds to a counter and returns the new sum. A key that does not exist counts as 0.
 
         Args:
-            key: The key of the counter.
-            amount: What to add; may be negative.
+            key: The key of the counter. Its value is the number as decimal text.
+            amount: What to add; may be negative or 0.
 
         Raises:
             RendezvousError: The store is gone, the key holds a value that is not a decimal number, or the sum would
@@ -83,7 +87,7 @@ class Store(ABC):
 
         Args:
             key: The key to delete.
-            expected: If given, the key is deleted only if it has this value.
+            expected: If given, the key is deleted only if it has this value. None deletes it with any value.
 
         Returns:
             True if the key was deleted; False if it did not exist or did not have the expected value.
@@ -127,10 +131,10 @@ class Store(ABC):
         """
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
-        """Returns a context manager that limits every request of this thread inside its block to `seconds` in total.
+        """Returns a context manager that limits all requests of this thread inside its block together to `seconds`.
 
-        A request that is not answered by then raises `RendezvousTimeoutError`. Blocks can be nested; the shortest limit
-        counts. A store whose requests never wait may ignore the limit, as this default does.
+        A request that is not answered by then raises `RendezvousTimeoutError`; with 0 that is every request. Blocks can
+        be nested; the shortest limit counts. This default sets no limit, for stores whose requests never wait.
 
         Example:
             with store.within(2.0):
@@ -159,7 +163,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self, early: bool = False, timeout: float = CLOSE_TIMEOUT_S) -> None:
-        """Disconnects from the store. May be called again.
+        """Disconnects from the store. May be called again. Requests raise `RendezvousError` from then on.
 
         In the worker that hosts the store of a fixed group, waits for the other workers to disconnect and then ends the
         store. In an open group it waits for no worker: another member hosts the store from then on.
@@ -173,7 +177,7 @@ class Store(ABC):
     def refusals(self) -> str:
         """Returns a text about the connections that the store has refused, for error messages.
 
-        Empty if none was refused, or if the store is not in this process.
+        Returns an empty text if none was refused, or if the store is not in this process.
         """
         return ""
 

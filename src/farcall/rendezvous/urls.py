@@ -34,10 +34,16 @@ _CANDIDATE_PORT_RANGE: Final = 40000
 
 @dataclass(frozen=True)
 class TcpPlace:
-    """The store is on one of these ports of a host: the first one that was free when its host started."""
+    """Where a group's store is: on one of some ports of a host, the first one that was free when the store started.
+
+    `host` is a name or an address, without brackets. `ports` are tried in their order; at least one. `group` is a text
+    that is the same for all workers of the group and different for other groups. The fields are not checked.
+    """
 
     host: str
+    """The name or the address of the host, without brackets."""
     ports: tuple[int, ...]
+    """The ports on which the store may be, in the order in which they are tried; at least one."""
     group: str
     """Text that is the same for all workers of one group and different for other groups."""
 
@@ -50,9 +56,10 @@ class TcpPlace:
 
 @dataclass(frozen=True)
 class FilePlace:
-    """The store is at an address that is written in this file."""
+    """Where a group's store is: at an address that is written in a file. The path is not checked."""
 
     path: str
+    """The path of the file. It need not exist before a worker hosts the store."""
 
     def __str__(self) -> str:
         """Returns the place for messages: `the file <path>`."""
@@ -61,24 +68,31 @@ class FilePlace:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `rendezvous` has to do: which worker this is, of how many, and where the store is (`place`)."""
+    """What a worker needs to know to find its group: which worker it is, of how many, and where the store is.
+
+    `rank` is the rank of this worker, -1 in an open group if none was given. `world_size` is the number of workers,
+    None for an open group. `place` is the host and ports of the store, or a file that holds its address.
+    """
 
     rank: int
     """The rank of this worker; -1 in an open group if none was given."""
     world_size: int | None
     """The number of workers; None for an open group."""
     place: TcpPlace | FilePlace
+    """Where the group's store is: on a port of a host, or at an address that is written in a file."""
 
 
 def read_plan(init_method: str, rank: int, world_size: int | None, environ: Mapping[str, str]) -> Plan:
-    """Combines the URL, the arguments and the environment into a plan.
+    """Combines the rendezvous URL, the arguments of `init_rpc` and the environment into a plan.
+
+    Opens and resolves nothing.
 
     Args:
         init_method: The rendezvous URL: env://, tcp://host:port or file:///path.
         rank: The rank of this worker; -1 takes it from the URL or the environment.
         world_size: The number of workers; None takes it from the URL or the environment. If those have none either, the
             group is open.
-        environ: The environment variables, usually `os.environ`.
+        environ: The environment variables, usually `os.environ`; may be empty.
 
     Raises:
         UsageError: Something is missing, malformed or contradictory. The message says what to set.
@@ -109,9 +123,9 @@ def read_plan(init_method: str, rank: int, world_size: int | None, environ: Mapp
 
 
 def rank_in_environment(environ: Mapping[str, str]) -> int | None:
-    """Returns the rank that a launcher has given to this process; None if there is none.
+    """Returns the rank that a launcher has given to this process by an environment variable, such as RANK.
 
-    Raises `UsageError` if it is not a whole number.
+    Returns None if no such variable is set. Raises `UsageError` if it is not a whole number. The range is not checked.
     """
     return _choose_number("rank", None, {}, environ, _RANK_VARIABLES)
 
@@ -142,9 +156,10 @@ def candidate_ports(master_port: int, run_id: str, restart_count: str) -> tuple[
 
 
 def _parse_query(init_method: str, url: SplitResult) -> dict[str, int]:
-    """Returns rank and world_size from the query of the URL, as far as they are given.
+    """Returns rank and world_size from the query of the URL, as far as they are given; an empty dict without a query.
 
-    Raises `UsageError` for any other name, a name that is given twice, or a value that is not a whole number.
+    `url` is `init_method` in its parts. Raises `UsageError` for any other name, a name that is given twice, or a value
+    that is not a whole number.
     """
     found: dict[str, int] = {}
     for name, values in parse_qs(url.query, keep_blank_values=True).items():
@@ -161,12 +176,14 @@ def _choose_number(
 ) -> int | None:
     """Returns the rank or the world size: the argument, else the number in the URL, else that of a variable, else None.
 
+    The range of the number is not checked.
+
     Args:
         what: "rank" or "world_size".
         argument: The argument of `init_rpc`; None if it was not given.
-        query: The numbers in the URL, by name.
+        query: The numbers in the URL, by name; may be empty.
         environ: The environment variables.
-        variables: The names of the variables to look at, in order. Empty ones count as not set.
+        variables: The names of the variables to look at, in order. A variable with an empty value counts as not set.
 
     Raises:
         UsageError: The argument and the URL contradict each other, or a variable is not a whole number.
@@ -185,7 +202,11 @@ def _choose_number(
 
 
 def _parse_place(init_method: str, url: SplitResult, environ: Mapping[str, str]) -> TcpPlace | FilePlace:
-    """Returns where the URL says the store is. Raises `UsageError` for an unknown scheme or a malformed URL."""
+    """Returns where the rendezvous URL `init_method`, whose parts are `url`, says the store is.
+
+    For env:// that is what MASTER_ADDR and MASTER_PORT of `environ` say. Raises `UsageError` for an unknown scheme, a
+    malformed or empty URL, or a missing variable.
+    """
     if url.scheme == "env":
         return _place_from_environment(environ)
     if url.scheme == "tcp":
@@ -210,7 +231,10 @@ def _parse_place(init_method: str, url: SplitResult, environ: Mapping[str, str])
 
 
 def _place_from_environment(environ: Mapping[str, str]) -> TcpPlace:
-    """Returns the place that MASTER_ADDR and MASTER_PORT name. Raises `UsageError` if one is missing or invalid."""
+    """Returns the place of the store that MASTER_ADDR and MASTER_PORT name; under torchrun, other ports of that host.
+
+    Raises `UsageError` if one of the two is missing or empty, or the port is not a number from 1 to 65535.
+    """
     host = environ.get("MASTER_ADDR", "").strip("[]")
     if not host:
         raise _missing_variable_error("MASTER_ADDR", "the address of the worker with rank 0", "10.0.0.1")
@@ -235,7 +259,10 @@ def _place_from_environment(environ: Mapping[str, str]) -> TcpPlace:
 
 
 def _single_port_place(host: str, port: int) -> TcpPlace:
-    """Returns the place for one host and port. Host names are compared without regard to case."""
+    """Returns the place of a store at one host and port.
+
+    The `group` of the place is `host:port`, with the host in lower case.
+    """
     return TcpPlace(host, (port,), host_port(host.lower(), port))
 
 
@@ -255,7 +282,7 @@ def _missing_variable_error(variable: str, what: str, example: str) -> UsageErro
 
 
 def _parse_integer(what: str, text: str) -> int:
-    """Returns the text as an integer. Raises `UsageError`, which names `what`, if it is not one."""
+    """Returns the text as an integer. Raises `UsageError`, which names `what`, if it is empty or not an integer."""
     try:
         return int(text)
     except ValueError:

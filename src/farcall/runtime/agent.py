@@ -74,16 +74,21 @@ class Agent(RpcAgent):
 
     Create it, call `start` once, and call `shutdown` at the end. After `shutdown`, every call raises
     `NotInitializedError`.
+
+    Attributes:
+        reference_store: The references of this worker.
+        failure_to_send: For a subclass. Given a function's name and its error, returns the error to send to the caller.
+            None means that the error itself is sent.
+        function_runner: For a subclass. Given a function, returns the function to run in its place. None means that the
+            function itself is run.
+        honours_deadlines: For a subclass. Whether calls inherit deadlines, and a call is cancelled when its caller
+            stops waiting.
     """
 
     reference_store: ReferenceStore
-    """The references of this worker."""
     failure_to_send: Callable[[str, BaseException], BaseException] | None = None
-    """For a subclass: the function `WorkerParts.failure_to_send`; None for none."""
     function_runner: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """For a subclass: the function `WorkerParts.function_runner`; None for none."""
     honours_deadlines: bool = True
-    """For a subclass: the flag `WorkerParts.honours_deadlines`."""
 
     def __init__(
         self,
@@ -210,7 +215,10 @@ class Agent(RpcAgent):
 
     @property
     def closed(self) -> RpcError | None:  # type: ignore[override]
-        """The error that every call raises after shutdown, expulsion or a fork; None while the agent can be used."""
+        """The error that every call raises after shutdown, after expulsion, or in a forked child process.
+
+        None while the agent can be used.
+        """
         return self._peers.closed
 
     @property
@@ -262,7 +270,7 @@ class Agent(RpcAgent):
         self._handshakes.add(connection)
 
     def _server_closed(self, connection: ServerConnection) -> None:
-        """Called when a connection from another worker has ended: removes it, and adds its numbers to the metrics."""
+        """Called when a connection from another worker has ended. Removes it, and adds its counters to the metrics."""
         self._servers.discard(connection)
         self._handshakes.remove(connection)
         if connection.is_admitted():
@@ -318,7 +326,7 @@ class Agent(RpcAgent):
             self._replace_connections()
 
     def _replace_connections(self) -> None:
-        """Replaces idle connections whose links lack something that new links may have (`should_be_replaced`).
+        """Replaces idle connections for which a new link may be faster (`should_be_replaced`).
 
         Such a connection is forgotten first, so that the next call opens another one. It ends a heartbeat later: a
         thread may have found it just before, and be about to call. A connection with pending calls is left alone,
@@ -468,16 +476,33 @@ class Agent(RpcAgent):
             function: The function.
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: After how many seconds without a result the function is cancelled; 0 for no limit.
+            timeout: The function is cancelled if there is no result within so many seconds. With 0 and
+                `UNSET_RPC_TIMEOUT`, the only limit is that of the scope, if any.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
             UsageError: `to`, `function` or `args` is not valid.
             SerializationError: An argument cannot be pickled.
+            RpcTimeoutError: The timeout, or the default one, expired before the call was sent.
             WorkerLostError: The worker has left, was lost, or cannot be reached.
             RpcError: This worker was shut down or expelled.
         """
         return self.calling.remote(to, function, args, kwargs, timeout)
+
+    def call_many(
+        self,
+        workers: Sequence[WorkerInfo],
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Sends the same call to several workers, with arguments that are pickled once; see `RpcAgent.call_many`."""
+        return self.calling.call_many(workers, function, args, kwargs, timeout)
+
+    def calls_pending(self, worker: WorkerInfo) -> int:
+        """Returns how many calls of this worker to another one are under way. Calls of `remote` are not counted."""
+        return self.calling.calls_pending(worker)
 
     def submit_own_call(self, callee: bytes, job: Job) -> None:
         """Queues a call that this worker has made to itself with `remote`. No message is sent. A subclass may delay it.
@@ -553,7 +578,7 @@ class Agent(RpcAgent):
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
         """Waits until all workers of a fixed group have called `join` and no call is running on any of them.
 
-        In an open group, only waits until this worker is idle: see `is_idle`.
+        In an open group, only waits until this worker is idle: it has nothing to do and waits for nothing.
 
         Args:
             shutdown: Whether this worker leaves next. If True, a connection that ends later is not taken for a lost
@@ -585,10 +610,10 @@ class Agent(RpcAgent):
         wait_at_barrier(self, self._rendezvous, deadline_of(timeout), self._next_sync("sync()"))
 
     def _next_sync(self, where: str) -> Occasion:
-        """Returns the `Occasion` of the next `join` or `sync`.
+        """Returns the `Occasion` of the next `join` or `sync`: a prefix for keys in the store, and texts for messages.
 
-        Its number is the same on all workers that call them equally often. `where` is the name of the function that
-        waits, for messages.
+        The prefix is the same on all workers that have called `join` and `sync` equally often. `where` is the name of
+        the function that waits, for messages.
         """
         with self._lock:
             self._syncs += 1
@@ -627,9 +652,9 @@ class Agent(RpcAgent):
         return self._metrics.calls_made() + now + self.reference_store.messages_sent()
 
     def everybody(self) -> list[tuple[WorkerInfo, bool]]:
-        """Returns all known workers of the group, sorted by id.
+        """Returns all known workers of the group, sorted by id, as pairs of `WorkerInfo` and bool.
 
-        The second item is True if the worker has left or was lost.
+        The bool is True if the worker has left or was lost.
         """
         peers = sorted(self._peers.by_number.values(), key=lambda peer: peer.info.id)
         return [(peer.info, peer.is_lost) for peer in peers]
@@ -643,10 +668,13 @@ class Agent(RpcAgent):
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """Leaves the group and releases all resources, even if an error is raised.
 
-        Does nothing if that was done before. If another thread is in `shutdown`, a graceful one waits until that has
-        ended, and then has nothing to do; one with `graceful=False` does not wait, and ends the wait of the other. A
-        graceful one in a signal handler that has interrupted a shutdown does nothing: that one goes on afterwards.
-        Ctrl-C ends the wait; the `KeyboardInterrupt` is raised after everything is closed.
+        Does nothing if that was done before. Ctrl-C ends the wait of a graceful shutdown. The `KeyboardInterrupt` is
+        raised after everything is closed.
+
+        If another thread is in `shutdown`, a graceful shutdown waits until the other thread has finished. A shutdown
+        that is not graceful does not wait, but closes everything at once. That ends the wait of the other thread, too.
+        A signal handler may interrupt `shutdown` and call it again. If that call is graceful, it does nothing, and the
+        interrupted shutdown goes on afterwards.
 
         Args:
             graceful: Whether to wait first until no call is running on any worker; in an open group, until this worker
@@ -655,7 +683,7 @@ class Agent(RpcAgent):
 
         Raises:
             ShutdownError: The graceful shutdown timed out, a worker of a fixed group was lost, or this worker was
-                expelled. Of several threads, only the first gets the error that the wait ended with.
+                expelled. If another thread has got such an error from its shutdown, it is not raised here again.
         """
         own = threading.get_ident(), threading.Event()
         try:
@@ -667,9 +695,18 @@ class Agent(RpcAgent):
             self._shutdowns.remove(own)
 
     def _wait_for_other_shutdowns(self, own: tuple[int, threading.Event], timeout: float) -> bool:
-        """Waits until the calls of `shutdown` that began before `own` have ended.
+        """Waits until the calls of `shutdown` that began before this one have ended.
 
-        Returns whether there is something left to do. Raises `ShutdownError` after `timeout` seconds; 0 for no limit.
+        Args:
+            own: The entry of this call in `_shutdowns`: the ident of its thread, and the event that is set at its end.
+            timeout: How many seconds to wait; 0 for no limit.
+
+        Returns:
+            Whether this call must shut down. False if everything is closed, or if it has interrupted an earlier call in
+            the same thread.
+
+        Raises:
+            ShutdownError: The timeout expired.
         """
         deadline = deadline_of(timeout)
         for ident, has_ended in self._shutdowns[: self._shutdowns.index(own)]:
@@ -683,7 +720,16 @@ class Agent(RpcAgent):
         return not self._has_ended
 
     def _shut_down(self, graceful: bool, timeout: float) -> None:
-        """Does what `shutdown` does, whether or not another thread does it at the same time."""
+        """Closes all parts of this worker, even if the wait before that fails.
+
+        Args:
+            graceful: Whether to wait first until no call is running on any worker; in an open group, until this worker
+                is idle.
+            timeout: How many seconds to wait; 0 for no limit.
+
+        Raises:
+            ShutdownError: The timeout expired, a worker of a fixed group was lost, or this worker was expelled.
+        """
         is_early, store_timeout = True, 0.0
         try:
             if graceful and self._entry.is_open:
@@ -704,7 +750,8 @@ class Agent(RpcAgent):
     def wait_to_leave(self, timeout: float) -> None:
         """Waits until no call is running on any worker of a fixed group, and all workers know that.
 
-        Logs a warning if workers still hold references of each other, and sets `left`. Does not close anything.
+        Sets `left` to the references that this worker still owns or holds. Logs a warning if workers still hold
+        references of each other. Does not close anything.
 
         Args:
             timeout: How many seconds to wait; 0 means no limit.
@@ -755,10 +802,17 @@ class Agent(RpcAgent):
         self._close(is_early=False, store_timeout=STORE_TIMEOUT_S, timeout=_CLOSE_TIMEOUT_S)
 
     def _close(self, is_early: bool, store_timeout: float, timeout: float) -> None:
-        """Closes all parts with `_free`, whose arguments these are, and restores the SIGINT handler.
+        """Closes all parts of this worker, and restores the SIGINT handler.
 
         Does nothing if that was done, or another thread is doing it. Raises `KeyboardInterrupt` at the end if Ctrl-C
         was pressed meanwhile.
+
+        Args:
+            is_early: True if the other workers do not expect this worker to leave. Then they are told that it leaves.
+            store_timeout: How many seconds to wait until the other workers do not need the store of the rendezvous any
+                more, if this worker hosts it; 0 to close it at once.
+            timeout: How many seconds to wait until cancelled coroutines have ended, and then again for functions. What
+                still runs then goes on in its thread.
         """
         with self._lock:
             if self._has_ended or self._is_closing:
@@ -779,7 +833,8 @@ class Agent(RpcAgent):
             is_early: True if the other workers do not expect this worker to leave. Then they are told that it leaves.
             store_timeout: How many seconds to wait until the other workers do not need the store of the rendezvous any
                 more, if this worker hosts it; 0 to close it at once.
-            timeout: How many seconds to wait for coroutines that still run, and again for functions.
+            timeout: How many seconds to wait until cancelled coroutines have ended, and then again for functions. What
+                still runs then goes on in its thread. A warning is logged if functions do.
         """
         is_member = self.closed is None
         self._peers.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
@@ -827,7 +882,10 @@ class Agent(RpcAgent):
         return isinstance(self.closed, ForkedProcessError)
 
     def about_to_fork(self) -> None:
-        """Called before this process forks: keeps memory that the child inherits from being written again."""
+        """Called before this process forks: keeps the received buffers of the child unchanged.
+
+        The child inherits buffers in shared memory. From now on, no other frames are written into that memory.
+        """
         for link in self._links():
             link.prepare_fork()
 

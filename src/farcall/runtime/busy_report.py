@@ -22,13 +22,15 @@ _MAX_LISTED: Final = 5
 
 
 def describe_busy_work(threads: Iterable[int], connections: Iterable[ClientConnection]) -> str:
-    """Returns text that lists the functions that run here, and the calls of this worker that wait for a reply.
+    """Returns text that lists what this worker is still doing, for messages.
 
-    At most five are named, and the rest are counted. If there are none, returns "something that is just ending".
+    Lists the functions and membership callbacks that run in `threads`, and the calls on `connections` that wait for a
+    reply. At most five of all these are named. The number of the others follows, such as "3 more". If there are none,
+    returns "something that is just ending".
 
     Args:
-        threads: The idents of the executor's threads; may be empty.
-        connections: The connections whose pending calls are listed; may be empty.
+        threads: The idents of the executor's threads; may be empty. Unknown idents are ignored.
+        connections: This worker's connections to others; may be empty.
     """
     frames = sys._current_frames()
     things = [thing for ident in threads for thing in _functions_in(frames.get(ident))]
@@ -42,7 +44,10 @@ def describe_busy_work(threads: Iterable[int], connections: Iterable[ClientConne
 
 
 def _functions_in(frame: FrameType | None) -> Iterator[str]:
-    """Yields a description of each user function on a stack, innermost first; nothing if `frame` is None."""
+    """Yields text for each function on a stack that runs for another worker, and for each membership callback.
+
+    Goes from `frame`, the innermost stack frame, outwards. Yields nothing if `frame` is None.
+    """
     while frame is not None:
         if frame.f_code is Invocation.run.__code__:
             yield frame.f_locals["self"].describe(frame.f_locals.get("function"))

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from farcall.backends.interface import To, bad_arguments, check_timeout, checked_function, worker_key
 from farcall.deadlines import Scope
 from farcall.errors import OwnerLostError, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
-from farcall.futures import DONE, FAILED, Future, wait_or_cancel
+from farcall.futures import DONE, FAILED, Future, failed_future, wait_or_cancel
 from farcall.gate import must_not_sleep
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.frames import (
@@ -54,7 +54,7 @@ from farcall.serialization import (
     dumps_plain_arguments,
     encode_function,
 )
-from farcall.transports.base import FOREVER
+from farcall.transports.base import FOREVER, Broadcast
 
 Callee = Callable[..., Any] | str
 """A function, or the name of a method. Used in error messages."""
@@ -190,6 +190,71 @@ class Caller:
         found = self._current_scope()
         return found.find() if found is not None else None
 
+    def call_many(
+        self,
+        workers: Sequence[WorkerInfo],
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Sends the same call to several workers, and returns their futures without waiting for the replies.
+
+        The arguments are pickled once, and copied into shared memory once for all workers of this host. Workers to
+        which there is a connection are sent the call first, so that they do not wait for one that has to be connected.
+
+        Args:
+            workers: The workers; at least one.
+            function: The function to run there.
+            args: Its positional arguments, a tuple or list; None for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: How many seconds each call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
+
+        Returns:
+            A future for each worker, in the same order. It has failed if the call could not be sent to that worker.
+
+        Raises:
+            UsageError: An argument is not valid.
+            SerializationError: An argument cannot be pickled.
+            RpcError: This worker was shut down or expelled.
+        """
+        if self._peers.closed is not None:
+            raise self._peers.closed
+        timeout = self.resolve_timeout(timeout)
+        if args is not None and not isinstance(args, tuple | list):
+            raise bad_arguments(args)
+        callee = encode_function(checked_function(function)) or b""
+        payload, buffers, handles = self._pack_arguments("", function, callee, args or (), kwargs)
+        scope = self._find_scope()
+        futures: dict[WorkerInfo, Future[Any]] = {}
+        with Broadcast(buffers) as broadcast:
+            for worker in sorted(workers, key=self._needs_connection):
+                try:
+                    if self._interceptors.client:  # they may change the arguments for each worker
+                        futures[worker] = self.call(worker, function, args, kwargs, timeout, unattended=True)
+                        continue
+                    of_link = broadcast.for_link() if len(workers) > 1 else buffers
+                    packed = payload, of_link, handles
+                    future = self._send_call(self._find(worker), function, callee, packed, timeout)
+                    if scope is not None:
+                        scope.add_call(future)
+                    future.connection.drive_in_background_later()
+                    futures[worker] = future
+                except RpcError as error:
+                    futures[worker] = failed_future(error)
+        return [futures[worker] for worker in workers]
+
+    def _needs_connection(self, worker: WorkerInfo) -> bool:
+        """Returns whether a call to a worker has to open a connection first."""
+        peer = self._peers.by_key.get(worker)
+        return peer is None or peer.connection is None
+
+    def calls_pending(self, worker: WorkerInfo) -> int:
+        """Returns how many calls of this worker to another one are under way; 0 if it is not known."""
+        peer = self._peers.by_key.get(worker)
+        connection = peer.connection if peer is not None else None
+        return connection.calls_pending() if connection is not None else 0
+
     def _call(
         self,
         peer: Peer,
@@ -214,12 +279,28 @@ class Caller:
             timeout: How many seconds the call may take; 0 for no limit.
             intercepted: The call as interceptors see it, which has the annotations; None without interceptors.
         """
-        payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
+        packed = self._pack_arguments(peer.info.name, function, callee, args, kwargs)
+        return self._send_call(peer, function, callee, packed, timeout, intercepted)
+
+    def _send_call(
+        self,
+        peer: Peer,
+        function: Callee,
+        callee: bytes,
+        packed: tuple[bytes, list[memoryview], list[Handle]],
+        timeout: float,
+        intercepted: ClientCall | None = None,
+    ) -> PendingCall | UnsentCall:
+        """Sends a call whose arguments are pickled to a worker, and returns its future.
+
+        The parameters are those of `_call`, and `packed` is what `_pack_arguments` returned. Its buffers are emptied.
+        """
+        payload, buffers, handles = packed
         connection, spent = peer.connection, 0.0
         if connection is None:
             if must_not_sleep():
-                packed = _PackedCall(function, callee, payload, buffers, handles, intercepted)
-                return self._call_later(peer, packed, timeout)
+                call = _PackedCall(function, callee, payload, buffers, handles, intercepted)
+                return self._call_later(peer, call, timeout)
             began = monotonic()
             connection = self._connect(peer, function, timeout)
             if timeout:
@@ -227,8 +308,8 @@ class Caller:
         self._check_size(connection, function, callee, len(handles), payload, buffers)
         if not handles and intercepted is None:
             return connection.call(function, callee, payload, buffers, timeout, spent)
-        packed = _PackedCall(function, callee, payload, buffers, handles, intercepted)
-        return self._send_packed(peer, connection, packed, timeout, spent)
+        call = _PackedCall(function, callee, payload, buffers, handles, intercepted)
+        return self._send_packed(peer, connection, call, timeout, spent)
 
     def _call_later(self, peer: Peer, packed: _PackedCall, timeout: float) -> UnsentCall:
         """Returns the future of a call that is sent as soon as there is a connection. Does not wait.
@@ -309,9 +390,9 @@ class Caller:
         return future
 
     def _pack_arguments(
-        self, peer: Peer, function: Callee, callee: bytes, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+        self, worker: str, function: Callee, callee: bytes, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[bytes, list[memoryview], list[Handle]]:
-        """Pickles the arguments of a call.
+        """Pickles the arguments of a call. `worker` is the name of the callee, for messages; empty for several.
 
         Returns:
             The payload, the buffers, and the handles of references in the arguments. Each may be empty.
@@ -326,7 +407,7 @@ class Caller:
             payload, buffers = plain
             return payload, list(buffers), []
         with collecting() as handles:
-            payload, buffers = dumps_arguments(function, args, kwargs, peer.info.name, not callee)
+            payload, buffers = dumps_arguments(function, args, kwargs, worker, not callee)
         return payload, list(buffers), list(handles)
 
     def _call_intercepted(
@@ -439,6 +520,58 @@ class Caller:
         if unattended:
             future.connection.drive_in_background_later()
         return future
+
+    def call_on_many(
+        self,
+        handles: Sequence[Handle],
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Calls a method of the values of several references, and returns the futures of the results.
+
+        Does not wait for the replies. The arguments are pickled once, and copied into shared memory once for all owners
+        on this host.
+
+        Args:
+            handles: A handle of each reference; at least one.
+            method: The name of the method.
+            args: Its positional arguments; empty for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: How many seconds each call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
+
+        Returns:
+            A future for each handle, in the same order. It has failed if the call could not be sent: see `call_on`.
+
+        Raises:
+            SerializationError: An argument cannot be pickled.
+            RpcError: This worker was shut down or expelled.
+        """
+        if self._peers.closed is not None:
+            raise self._peers.closed
+        timeout = self.resolve_timeout(timeout)
+        payload, buffers, passed_on = self._pack_arguments("", method, METHOD, args, kwargs)
+        scope = self._find_scope()
+        futures: list[Future[Any]] = []
+        with Broadcast(buffers) as broadcast:
+            for handle in handles:
+                try:
+                    if self._interceptors.client:  # they may change the arguments for each owner
+                        futures.append(self.call_on(handle, METHOD, method, args, kwargs, timeout, unattended=True))
+                        continue
+                    handle.check()
+                    packed = payload, broadcast.for_link() if len(handles) > 1 else buffers, passed_on
+                    callee = self._callee_on(handle, METHOD, method)
+                    future = self._send_call(self._owner_of(handle), method, callee, packed, timeout)
+                    _keep_until_answered(future, handle)
+                    if scope is not None:
+                        scope.add_call(future)
+                    future.connection.drive_in_background_later()
+                    futures.append(future)
+                except RpcError as error:
+                    futures.append(failed_future(error))
+        return futures
 
     def fetch(self, handle: Handle, timeout: float) -> Any:
         """Waits for the value of a reference that another worker owns, and returns a new copy.
@@ -599,7 +732,7 @@ class Caller:
         """
         function, args, kwargs, annotations, seconds = call
         deadline = monotonic() + seconds if seconds else FOREVER
-        payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
+        payload, buffers, handles = self._pack_arguments(peer.info.name, function, callee, args, kwargs)
         store = self._store
         if peer.number == store.me:
             invocation = self._remote_here(callee, payload, buffers, handles, deadline)

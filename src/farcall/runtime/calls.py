@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class PendingCall(Future[Any]):
-    """The future of a call that this worker has made. Waiting for it reads its connection."""
+    """The future of a call that this worker has made. A thread that waits for it reads replies from its connection."""
 
     __slots__ = ("call_id", "connection", "deadline", "due", "function", "keeps", "timeout")
 
@@ -95,7 +95,10 @@ class PendingCall(Future[Any]):
         return self._value
 
     def cancel_alone(self) -> bool:
-        """See `Future`. Sends the callee a CANCEL frame."""
+        """Cancels the call, tells the callee with a CANCEL frame, and returns True. The future then fails.
+
+        Its error is `CallCancelledError`. Returns False if the call is done, or if another thread is cancelling it.
+        """
         return self.connection.cancel(self)
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
@@ -171,21 +174,34 @@ class KeptCall(PendingCall):
     def __init__(self, connection: ClientConnection, call_id: int, function: Callable[..., Any] | str) -> None:
         """Creates the future of a call that is about to be sent. It never times out.
 
-        `PendingCall` explains the arguments.
+        Args:
+            connection: The connection on which the call is sent.
+            call_id: The number of the call on that connection.
+            function: The function or the name of the method, for error messages.
         """
         super().__init__(connection, call_id, function, 0.0, FOREVER)
         self.number = 0
         """The number of the frame among those that need an acknowledgement. The reply acknowledges it."""
 
     def cancel_alone(self) -> bool:
-        """False: others may wait for the value as well. See `KeptCreation`."""
+        """Does nothing and returns False, because other code may wait for the value as well.
+
+        `KeptCreation.cancel` stops the function.
+        """
         return False
 
 
 class KeptCreation:
-    """A remote call as a member of a scope. Cancelling it stops the function; its value fails when the owner says so.
+    """A call made by `remote` as a member of a scope, so that it is cancelled together with the scope.
 
-    The call itself stays pending, because the reply acknowledges it.
+    To cancel it is to ask the owner to stop the function. The owner then puts an error in the place of the value. The
+    `KeptCall` itself stays pending until its reply arrives, because the reply is also the acknowledgement.
+
+    Args:
+        store: The reference store of this worker.
+        call: The call.
+        reference: The reference of its result.
+        fork: The fork of `reference` that this worker holds.
     """
 
     __slots__ = ("_call", "_connection", "_fork", "_reference", "_store")
@@ -206,13 +222,16 @@ class KeptCreation:
         return call is None or call.done()
 
     def cancel(self) -> None:
-        """See `deadlines.Member`."""
+        """Asks the owner to stop the function. Does nothing if the owner has replied, has left or was lost.
+
+        May be called twice, and in any thread. Does not wait.
+        """
         if not self.done():
             self._store.cancel_remote(self._reference, self._fork)
 
 
 class _Kept:
-    """The type of `KEPT`."""
+    """The type of `KEPT`, which stands for a result that must be requested from the callee."""
 
     def __repr__(self) -> str:
         return "<kept at the callee>"
@@ -244,7 +263,7 @@ class Reply:
 
         Args:
             worker: The name of the callee, for error messages.
-            function: The function that was called, for error messages. (Not the `PendingCall`: that would be a cycle.)
+            function: The function that was called, or the name of the method, for error messages.
             is_failure: Whether the call has failed at the callee.
             payload: The pickled result, or the encoded failure.
             buffers: The buffers of the reply; may be empty.

@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 
 UNATTENDED_S: Final = 5e-3
 """Seconds after which the leader of the executor reads replies that no thread waits for."""
+_MAX_LOOK_INTERVAL_S: Final = 20e-3
+"""The same while threads read all replies themselves. Each look wakes a thread that takes the core from those."""
 _MAX_UNATTENDED_S: Final = 0.1
 """The most seconds of that delay, while more calls are being sent."""
 MAX_BACKLOG_BYTES: Final = 1 << 24
@@ -131,6 +133,7 @@ class ClientConnection:
         """The number of calls so far, without those made by `remote`."""
         self.calls_failed = 0
         """How many of `calls_made` have failed."""
+        self._kept_calls_made = 0  # calls made by `remote`
         self._first_deadline = FOREVER  # not later than the deadline of any pending call
         # Calls that timed out or were cancelled: their replies may contain references that must be released.
         self._late: set[int] = set()
@@ -151,6 +154,7 @@ class ClientConnection:
         self._has_hung_up = False  # the other end has closed the link; frames that it sent before may be unread
         self._unattended_since = 0.0
         self._calls_at_last_look = 0
+        self._look_interval_s = UNATTENDED_S
         self._leaving = ""  # why the connection is about to end, once the peer has left the group
         self._lost: RpcError | None = None
         self._lost_advice = ""
@@ -223,6 +227,7 @@ class ClientConnection:
         The call has no timeout, and `calls_made` does not count it. `function` is for error messages.
         """
         call_id = next(self._ids)
+        self._kept_calls_made += 1
         future = self.pending[call_id] = KeptCall(self, call_id, function)
         return future
 
@@ -327,14 +332,16 @@ class ClientConnection:
 
         Args:
             future: A call of this connection.
-            deadline: On the monotonic clock.
-            scope: The scope of the code that waits, if its end must end the wait. None to find out.
-            waker: The waker of this wait in that scope.
+            deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
+            scope: The scope that ends the wait when it is cancelled. None for the current scope of this thread, if it
+                has one.
+            waker: The member of `scope` that wakes this thread when `scope` is cancelled. None if `scope` is None.
 
         Raises:
             UsageError: A signal handler or finalizer called this while its own thread was processing a reply.
             KeyboardInterrupt: Ctrl-C was pressed.
-            CancelledError, RpcTimeoutError: The scope of the code that waits is over. See `Scope.limit`.
+            CancelledError: The function that waits was cancelled, or its time is over.
+            RpcTimeoutError: The time of the `deadline` block in which this thread waits is over.
         """
         if scope is None and (found := current_scope.get()) is not None:
             self._wait_in_scope(future, deadline, found.find() or NO_SCOPE)
@@ -385,7 +392,12 @@ class ClientConnection:
     """See `futures.Source`."""
 
     def _wait_in_scope(self, future: PendingCall, deadline: float, scope: Scope) -> None:
-        """As `wait`, in a scope. Raises if the scope is over before the future is settled."""
+        """Waits until a call is settled, the deadline has passed, the connection has ended, or `scope` is over.
+
+        `deadline` is a time of the monotonic clock; `FOREVER` for no limit. If `scope` is over first, raises
+        `CancelledError`, or `RpcTimeoutError` if it is a `deadline` block. Does not return or raise the outcome of the
+        call.
+        """
         until = scope.limit_wait(deadline)
         waker = scope.add_waker(partial(self._wake_reader_of, future))
         try:
@@ -399,13 +411,18 @@ class ClientConnection:
             scope.discard(waker)
 
     def _must_stop(self, deadline: float, scope: Scope | None) -> bool:
-        """Returns whether a wait must end without a result."""
+        """Returns whether a wait must end: the connection has ended, the deadline has passed, or `scope` is cancelled.
+
+        `deadline` is a time of the monotonic clock. `scope` is None for a wait without a scope.
+        """
         return self._lost is not None or monotonic() >= deadline or (scope is not None and scope.is_cancelled)
 
     def _after_wait(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> None:
-        """Ends a wait: runs the callbacks of the future, or settles it if its deadline has passed.
+        """Called by `wait` at its end, with the same arguments. Runs the callbacks that were left to this thread.
 
-        Raises `CancelledError` if the scope of the code that waits is cancelled.
+        If there are none, the call is not settled, and `deadline` has not passed, waits again. If the call has timed
+        out, `_expire` is called before that. Raises `CancelledError` if the call is not settled and `scope` is
+        cancelled.
         """
         if future.due is not None:
             due, future.due = future.due, None
@@ -442,7 +459,8 @@ class ClientConnection:
     def _read_until(self, future: PendingCall, deadline: float, scope: Scope | None) -> None:
         """Reads the link until a call is settled, the deadline has passed, or the connection or the scope has ended.
 
-        The caller has the reader's role. `deadline` is a time of the monotonic clock; `FOREVER` for no limit.
+        Only the reader may call this: the one thread that may read the link (`_take_role`). `deadline` is a time of the
+        monotonic clock; `FOREVER` for no limit. `scope` is None for a wait without a scope.
         """
         wait, receive = self.link.wait, self.link.receive
         try:
@@ -465,7 +483,10 @@ class ClientConnection:
             self._awaited = None
 
     def _wake_reader_of(self, future: PendingCall) -> None:
-        """Ends the wait on the link if the reader waits for this call. Called after what must end the wait was set."""
+        """Wakes the thread that reads the link, if it waits for this call. It then checks whether its wait is over.
+
+        To be called after the call was settled or a scope was cancelled.
+        """
         if self._awaited is future:
             self.link.wake()
 
@@ -499,7 +520,10 @@ class ClientConnection:
         return bool(future._state) or reads
 
     def _take_role(self) -> bool:
-        """Takes the reader's role and returns True. Returns False if a thread has it already."""
+        """Makes this thread the reader, the one thread that may read the link, and returns True.
+
+        Returns False if there is a reader already.
+        """
         try:
             del self._role[_ROLE]
         except KeyError:
@@ -508,9 +532,9 @@ class ClientConnection:
         return True
 
     def _after_reading(self) -> None:
-        """Called after the reader's role was released: finds the next reader.
+        """Called when a thread has stopped reading the link: lets another thread read it, if necessary.
 
-        Tries twice if a signal handler raises.
+        Tries again if a signal handler raises an exception meanwhile, and then raises that exception.
         """
         try:
             self._find_successor()
@@ -519,7 +543,10 @@ class ClientConnection:
             raise
 
     def _find_successor(self) -> None:
-        """Fails all pending calls if the connection has ended. If replies are still expected, finds the next reader."""
+        """Makes another thread read the link, if replies or acknowledgements are still expected.
+
+        Fails all pending calls first if the connection has ended.
+        """
         if self._lost is not None:
             self._fail_pending()
         if self._sleepers or self.pending or self._expects_acknowledgement:
@@ -610,9 +637,16 @@ class ClientConnection:
             raise
 
     def _complete_failed(self, future: PendingCall | None, error: BaseException) -> None:
-        """After processing a frame failed: its call is pending again. Ends the connection if frames may be lost.
+        """Called when processing a frame has raised `error`. Makes its call pending again, unless that is settled.
 
-        Raises `ProtocolError` if the frame is too short.
+        Ends the connection, because later frames are lost. If `error` is a `ConnectionError`, the caller must do that.
+
+        Args:
+            future: The call of the frame; None if the frame belongs to none.
+            error: The exception.
+
+        Raises:
+            ProtocolError: `error` is a `struct.error`: the frame is too short.
         """
         if isinstance(error, struct.error):
             raise ProtocolError("a frame came that is too short") from None
@@ -663,7 +697,11 @@ class ClientConnection:
         return future.settle(UNLOADED, reply)
 
     def _receive_late(self, call_id: int, flags: int) -> None:
-        """Processes the reply to a call that has timed out or was cancelled: only whether it had started is used."""
+        """Processes the reply to a call that has timed out or was cancelled.
+
+        A call that has timed out may still wait to hear whether its function had started. Then it fails now, with an
+        `RpcTimeoutError` that says whether it had. Otherwise the reply is discarded.
+        """
         self._late.discard(call_id)
         future = self._expiring.get(call_id)
         if future is not None:
@@ -723,7 +761,7 @@ class ClientConnection:
         """
         if not self._unattended_since:
             self._unattended_since = now = monotonic()
-            self._schedule(now + UNATTENDED_S, self._look_unattended)
+            self._schedule(now + self._look_interval_s, self._look_unattended)
 
     def expect_acknowledgement(self) -> None:
         """Notes that the peer will acknowledge a control message, and makes the leader of the executor read it."""
@@ -731,7 +769,10 @@ class ClientConnection:
         self.drive_in_background_later()
 
     def _schedule(self, when: float, method: Callable[[], None]) -> None:
-        """Schedules one call of a method of this connection. It is not called if the connection was freed before.
+        """Schedules one call of a method of this connection.
+
+        The schedule does not keep the connection alive. If the connection was garbage-collected before, nothing is
+        called.
 
         Args:
             when: A time of the monotonic clock.
@@ -753,13 +794,17 @@ class ClientConnection:
         """
         since, self._unattended_since = self._unattended_since, 0.0
         if self._lost is not None or not self._awaits_reply() or self._is_watched:
+            self._look_interval_s = min(2 * self._look_interval_s, _MAX_LOOK_INTERVAL_S)
             return
-        is_bursting = self.calls_made != self._calls_at_last_look
-        self._calls_at_last_look = self.calls_made
-        if not self._role or (is_bursting and monotonic() < since + _MAX_UNATTENDED_S):
-            self._unattended_since = since
-            self._schedule(monotonic() + UNATTENDED_S, self._look_unattended)
+        is_read = not self._role
+        calls = self.calls_made + self._kept_calls_made
+        is_bursting, self._calls_at_last_look = calls != self._calls_at_last_look, calls
+        if is_read or (is_bursting and monotonic() < since + _MAX_UNATTENDED_S):
+            interval = min(2 * self._look_interval_s, _MAX_LOOK_INTERVAL_S) if is_read else UNATTENDED_S
+            self._look_interval_s, self._unattended_since = interval, since
+            self._schedule(monotonic() + interval, self._look_unattended)
         else:
+            self._look_interval_s = UNATTENDED_S
             self._watch()
 
     def _awaits_reply(self) -> bool:
@@ -821,7 +866,7 @@ class ClientConnection:
                 pass  # another thread is closing it
 
     def _on_hang_up(self) -> None:
-        """Called by the leader when the other end has closed the link: reads what it sent before, and ends.
+        """Called by the leader when the other end has closed the link. Reads the last frames, and ends the connection.
 
         If another thread reads the link, that thread does so instead.
         """
@@ -841,9 +886,9 @@ class ClientConnection:
     # Timeouts
 
     def _note_deadline(self, deadline: float) -> None:
-        """Schedules `_expire_calls` for a deadline that is earlier than all others.
+        """Schedules `_expire_calls` for `deadline`, a time of the monotonic clock.
 
-        It is a time of the monotonic clock.
+        It must be earlier than the deadlines of all other pending calls.
         """
         self._first_deadline = deadline
         self._schedule(deadline, self._expire_calls)
@@ -864,7 +909,12 @@ class ClientConnection:
             self._note_deadline(first)
 
     def _expire(self, future: PendingCall) -> None:
-        """Ends a call whose deadline has passed, or asks the callee first whether the function had started."""
+        """Ends a call whose deadline has passed. Normally asks the callee first whether the function had started.
+
+        To ask, sends a CANCEL frame, and gives the call a new deadline a moment later. When that has passed as well,
+        the call fails with `RpcTimeoutError`. It fails at once if the connection has ended, or if callees are not told
+        how much time is left. Does nothing if the call is settled.
+        """
         call_id = future.call_id
         self._late.add(call_id)  # before it is not pending any more: its reply may arrive at the same time
         if not self.deadline_factor or self._lost is not None:
@@ -887,7 +937,10 @@ class ClientConnection:
             self.drive_in_background_later()
 
     def cancel(self, future: PendingCall) -> bool:
-        """Cancels a call, tells the callee, and returns True. Returns False if it is not pending any more."""
+        """Cancels a pending call, tells the callee, and returns True. The call fails with `CallCancelledError`.
+
+        Returns False if the call is not pending any more, or if another thread is cancelling it.
+        """
         call_id = future.call_id
         if future.done() or (call_id in self._late and call_id not in self._expiring):
             return False  # it is done, or another thread is cancelling it
@@ -919,11 +972,18 @@ class ClientConnection:
         return True
 
     def _take(self, call_id: int) -> bool:
-        """Removes a call from those that wait for a reply. Returns whether it was there: one thread only settles it."""
+        """Removes a call from those that wait for a reply, and returns True. Returns False if it is not among them.
+
+        So only one thread gets True for a call. That thread must settle the call.
+        """
         return self.pending.pop(call_id, None) is not None or self._expiring.pop(call_id, None) is not None
 
     def _fail_taken(self, future: PendingCall, error: RpcError) -> None:
-        """As `fail`, for a call that this thread has taken."""
+        """Fails a call with `error`, after `_take` has removed it. Callbacks run in the executor.
+
+        A call made by `remote` does not fail: its result is `KEPT`, because its frame is sent again on the next
+        connection.
+        """
         future.keeps = None
         self.intercepted.pop(future.call_id, None)
         # The frame of a remote call is sent again, and then its value can be requested.
@@ -946,7 +1006,11 @@ class ClientConnection:
         return self._lost is not None
 
     def _link_failed(self, error: ConnectionError) -> None:
-        """Ends the connection after an error of the link, with a reason that fits the error."""
+        """Ends the connection, because the link has raised `error`. Pending calls fail with `WorkerLostError`.
+
+        The message says that the peer has left the group, that the peer has closed the connection, or what `error`
+        says.
+        """
         if self._leaving:
             self.lose(self._leaving, advice="")
         elif isinstance(error, ProtocolError):
@@ -979,7 +1043,8 @@ class ClientConnection:
     def lose(self, reason: str, advice: str = LOST_ADVICE) -> None:
         """Ends the connection because the peer is lost: pending calls fail with `WorkerLostError`.
 
-        Calls made by `remote` do not fail: see `fail`. Does nothing if the connection has ended.
+        Calls made by `remote` do not fail: they are sent again on the next connection, if there is one. Does nothing if
+        the connection has ended.
 
         Args:
             reason: Why the connection ends, for the error message.

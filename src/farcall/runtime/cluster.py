@@ -76,10 +76,10 @@ class PeerTable:
         """The error that every call raises after this worker has shut down or was expelled; None before."""
 
     def add(self, peer: Peer) -> None:
-        """Adds a worker to all tables.
+        """Adds a worker, so that it is found by name, by rank, by `WorkerInfo` and by number.
 
-        If an earlier worker has the same name or rank, `by_key` and `by_rank` find the new one only; `by_number` keeps
-        both.
+        If an earlier worker has the same name or rank, only the new worker is found by it. Both are found by their
+        numbers.
         """
         self.by_number[peer.number] = peer
         self.by_key[peer.info.name] = self.by_key[peer.info] = self.by_rank[peer.info.id] = peer
@@ -116,7 +116,7 @@ class PeerTable:
 
 
 class ClusterOwner(Protocol):
-    """What `Cluster` tells its owner when the group changes. `Agent` implements it."""
+    """What `Cluster` needs from the agent of its worker: it is told of changes, and makes connections."""
 
     def connect_client(self, peer: Peer, link: Link, peer_limits: tuple[int, int]) -> ClientConnection:
         """Returns a new connection for calls to a worker.
@@ -124,7 +124,8 @@ class ClusterOwner(Protocol):
         Args:
             peer: The worker.
             link: A link to it, with a completed handshake.
-            peer_limits: The most bytes of a head and of a whole frame that it accepts; 0 for no limit.
+            peer_limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that it
+                accepts; 0 for no limit.
         """
 
     def worker_gone(self, number: Worker, has_left: bool) -> None:
@@ -258,7 +259,8 @@ class Cluster:
     def refusal(self, hello: Hello) -> Refused | None:
         """Returns why a worker may not connect to this one; None if it may.
 
-        It may not if it belongs to another group, means another worker, is gone, or is not a member of a fixed group.
+        It may not if `hello` names another group or another wanted worker, if the worker is gone, or if the group is
+        fixed and the worker is not a member.
 
         Args:
             hello: The first message of the worker's handshake.
@@ -288,9 +290,10 @@ class Cluster:
         self.add_member(Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses))
 
     def connection_closed(self, connection: ServerConnection) -> None:
-        """Called when a connection from another worker has ended: contacts the worker to find out whether it is gone.
+        """Called when a connection from another worker has ended. Has another thread contact the worker. Does not wait.
 
-        See `examine`. Does nothing if the handshake of the connection had not succeeded.
+        If nothing listens at the worker's address any more, the worker is declared lost. Does nothing if the handshake
+        of the connection had not succeeded.
         """
         if connection.is_admitted():
             if self._server_connections.get(connection.number) is connection:
@@ -356,7 +359,7 @@ class Cluster:
         return self._peers.closed is not None
 
     def _refused_as_dead(self) -> None:
-        """Called when another worker says that the group has expelled this worker: tells the owner so.
+        """Called when another worker says that the group has expelled this worker: tells the agent so.
 
         Does nothing if this worker knows that, or has left.
         """
@@ -400,9 +403,10 @@ class Cluster:
             return gone.difference(member.name for member in self._membership.members.here.values())
 
     def connections_of(self) -> dict[Worker, tuple[ServerConnection | None, OutboxSender]]:
-        """Returns the connection from each member, and the outbox sender for it, by number. This worker is included.
+        """Returns two things for each member, by number: the connection from it, and the `OutboxSender` to it.
 
-        The connection is None if the member has not connected to this worker.
+        The connection is None if the member has not connected to this worker. An `OutboxSender` sends control messages.
+        This worker is included.
         """
         with self._lock:
             return {number: (self._server_connections.get(number), sender) for number, sender in self._senders.items()}
@@ -490,7 +494,8 @@ class Cluster:
     def _send_gossip(self, to: Worker, frame: bytes) -> None:
         """Sends a frame about the membership to a worker.
 
-        A worker that is gone gets it only on its own connection, if any.
+        If the worker is not a member any more, sends it on the connection that the worker has opened to this one. Does
+        nothing if there is none.
         """
         sender = self._senders.get(to)
         if sender is not None:
@@ -545,7 +550,7 @@ class Cluster:
         self._gone[member.number] = peer
 
     def _clean_up_gone_worker(self, number: Worker, has_left: bool) -> None:
-        """Ends the connections with a worker that is gone, fails the references that it owned, and tells the owner.
+        """Ends the connections with a worker that is gone, fails the references that it owned, and tells the agent.
 
         Called without the lock, because callbacks of users may run.
         """

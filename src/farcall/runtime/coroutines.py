@@ -25,7 +25,10 @@ logger = logging.getLogger("farcall")
 
 
 class RunningCoroutine:
-    """A coroutine that runs in the event loop."""
+    """Cancels one coroutine that `EventLoop.run` has started. `loop` is the event loop in which the coroutine runs.
+
+    `EventLoop.run` creates this object and sets its `task`.
+    """
 
     __slots__ = ("_loop", "task")
 
@@ -35,7 +38,11 @@ class RunningCoroutine:
         """Its task, which is created in the loop's thread."""
 
     def cancel(self) -> None:
-        """Has `CancelledError` raised in it, at its next await. May be called in any thread."""
+        """Cancels the coroutine: its current or next await raises `asyncio.CancelledError`.
+
+        A coroutine that has not begun is closed without being run. May be called in any thread. Does nothing if the
+        coroutine has ended or the loop is closed.
+        """
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._cancel)
 
@@ -73,13 +80,14 @@ class EventLoop:
 
         Args:
             coroutine: The coroutine. It is closed without being run if the loop is closed or cannot be started.
-            scope: The scope of the coroutine.
-            started: Called in the thread of the loop before the first step of the coroutine.
+            scope: The scope to which the calls that the coroutine makes belong.
+            started: Called in the thread of the loop before the first step of the coroutine. Not called if the
+                coroutine is not run.
             done: Called once, as `done(result, error)`, in the thread of the loop when the coroutine ends. `error` is
                 None if it has returned. If the coroutine cannot be run, called at once as `done(None, error)`.
 
         Returns:
-            What cancels the coroutine; None if it does not run.
+            An object whose `cancel` cancels the coroutine; None if the coroutine cannot be run.
         """
         import asyncio
 
@@ -162,9 +170,10 @@ class EventLoop:
             loop.close()
 
     def close(self, timeout: float) -> None:
-        """Cancels all tasks and ends the thread. Waits at most `timeout` seconds for it. May be called twice.
+        """Cancels all tasks, ends the thread, and waits for its end. May be called twice.
 
-        Does nothing if the loop was never started. Coroutines that are given to `run` later are closed.
+        If the thread has not ended after `timeout` seconds, returns, and the thread goes on. Does not wait if the loop
+        was never started. Coroutines that are given to `run` later are closed without being run.
         """
         with self._lock:
             self._closed = True
@@ -175,7 +184,10 @@ class EventLoop:
             thread.join(timeout)
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Stops the loop once. Stopping it again would end the wait for the cancelled tasks."""
+        """Stops the loop. Called in its thread. Does nothing if the loop was stopped before.
+
+        A second stop would end the wait for the cancelled tasks too early.
+        """
         if not self._stopped:
             self._stopped = True
             loop.stop()

@@ -51,10 +51,12 @@ _PAUSE_S: Final = 0.01
 
 
 class Job(Protocol):
-    """A piece of work that a thread of the executor runs."""
+    """A piece of work that a thread of the executor runs.
+
+    `must_run` says whether the job is run even after the executor was closed.
+    """
 
     must_run: bool
-    """Whether the job is run even after the executor was closed."""
 
     def run(self) -> None:
         """Runs the job. The executor logs errors that it raises."""
@@ -81,16 +83,20 @@ class Task:
 
 
 class _ThreadState(threading.local):
-    """What the executor knows about the current thread."""
+    """What the executor knows about the current thread.
+
+    `depth` is the number of nested waits of the thread: a callback that runs in a wait may wait, too.
+    """
 
     depth = 0
-    """The number of nested waits of the thread: a callback that runs in a wait may wait, too."""
 
 
 class Executor:
     """The threads that read and run the requests of one worker: a leader, a standby thread and followers.
 
-    See the top of this module for what they do.
+    The leader reads requests and runs them itself. The standby thread sleeps. It becomes the leader if the leader runs
+    one function for too long, or if that function waits for a call of its own. The old leader finishes its function,
+    and is a follower from then on.
     """
 
     def __init__(self, name: str, poller: Poller, max_running: int, agent: RpcAgent) -> None:
@@ -177,9 +183,10 @@ class Executor:
             return bool(self.ready or self._running or self._waiting)
 
     def counts(self) -> dict[str, int]:
-        """Returns the number of queued jobs, and the numbers of threads by what they do.
+        """Returns the number of queued jobs (`queue_length`) and the number of threads (`threads`).
 
-        The keys are those of `Metrics`.
+        Also returns how many functions run (`threads_running`), how many functions wait for calls of their own
+        (`threads_waiting`), and how many threads are idle (`threads_idle`).
         """
         with self._lock:
             return {
@@ -245,7 +252,7 @@ class Executor:
     def _retire(self) -> bool:
         """Returns True if this idle thread should end, because there is another idle thread.
 
-        Then it counts as idle no more.
+        It does not count as idle then. Returns False if it is the only idle thread.
         """
         with self._lock:
             if self._idle <= 1:
@@ -316,13 +323,14 @@ class Executor:
                     self._run = next(self._runs)
                     self._running += 1
                     poller.run(len(ready) > 1)
+                if poller.must_send:
+                    poller.send_collected()
                 job = None
                 try:
                     job = ready.popleft()
                     job.run()
                 except BaseException:
-                    if job is not None:  # else a follower has taken the job
-                        logger.exception("worker %r: a job failed", self._name)
+                    self._log_failure(job)
                 job = None  # release what the job refers to now, not when the next job comes
                 with lock:
                     self._running -= 1
@@ -336,6 +344,14 @@ class Executor:
                     handler()
                 except BaseException:  # handlers catch their own errors; this is in case one does not
                     logger.exception("worker %r: reading from a link failed", self._name)
+
+    def _log_failure(self, job: Job | None) -> None:
+        """Logs the current exception as the failure of `job`.
+
+        Does nothing if `job` is None: then another thread had taken the job before, which is no failure.
+        """
+        if job is not None:
+            logger.exception("worker %r: a job failed", self._name)
 
     def _run_job(self) -> None:
         """Runs the first queued job, and logs its errors. Does nothing if no job is queued."""
@@ -351,9 +367,9 @@ class Executor:
     # Following
 
     def _follow(self) -> None:
-        """Runs queued jobs within the limit, after a job of this thread during which another thread took the lead.
+        """Runs queued jobs on a thread that has just lost the lead to another thread.
 
-        Returns when no job is queued, the limit is reached, there is no leader, or the executor closes.
+        Returns when no job is queued, `max_running` functions run, there is no leader, or the executor closes.
         """
         while True:
             with self._lock:
@@ -400,7 +416,10 @@ class Executor:
             self._poller.wake()  # the leader may run it now
 
     def _after_wait(self) -> None:
-        """Called after such a wait: the function counts as running again. The lead is not taken back."""
+        """Called on a thread of the executor after it has slept in a wait of farcall.
+
+        Its function counts as running again. The thread does not become the leader again.
+        """
         state = self._state
         if state.depth > 1:
             state.depth -= 1

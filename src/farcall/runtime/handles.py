@@ -65,7 +65,8 @@ class Value(Future[Any]):
     def fail(self, failure: bytes) -> None:
         """Sets the failure of the function that should have made the value, and runs callbacks.
 
-        Each use raises its error. Must be called at most once, and not after `give` or `refuse`.
+        From then on, each use of the value raises the error that `failure` encodes. Must be called at most once, and
+        not after `give` or `refuse`. This is not checked.
 
         Args:
             failure: The failure as `encode_failure` returns it.
@@ -86,7 +87,7 @@ class Value(Future[Any]):
             run_callbacks(self, self.settle(FAILED, None))
 
     def cancel_alone(self) -> bool:
-        """False: a value is not cancelled with one of those who wait for it."""
+        """Does nothing and returns False: nobody who waits for a value can cancel it for the others."""
         return False
 
     def describe(self) -> str:
@@ -115,7 +116,7 @@ class Value(Future[Any]):
         """Waits until there is a value or an error in its place. Returns a new error object; None if there is a value.
 
         Args:
-            timeout: How many seconds to wait; None means no limit.
+            timeout: How many seconds to wait; None means no limit, 0 means not to wait.
 
         Raises:
             TimeoutError: There is neither a value nor an error after `timeout` seconds.
@@ -173,7 +174,8 @@ class Handle:
             OwnerLostError: The owner was lost.
             ReferenceRefusedError: The owner could not count this fork.
             ExpelledError: The group has expelled this worker.
-            UsageError: This worker has given up its handles.
+            UsageError: This worker has given up its handles, because it has left the group.
+            RpcError: The reference could not be created.
         """
         if self.new_error is not None:
             raise self.new_error()
@@ -247,11 +249,13 @@ def place_of_caller(whole_stack: bool, depth: int = 2) -> Made:
     """Returns where the program is creating a handle: the first stack frame that is not farcall's own code.
 
     Args:
-        whole_stack: Whether to return the whole stack as text. If False, returns the position in the bytecode only.
-        depth: How many stack frames to skip in any case, including that of this function.
+        whole_stack: Whether to return the whole stack, as text.
+        depth: How many stack frames to skip in any case, including that of this function. `ValueError` is raised if the
+            stack has fewer.
 
     Returns:
-        A position or text; "farcall itself" if all stack frames are farcall's own.
+        With `whole_stack`, text. Otherwise the code object of that stack frame and the offset of its current
+        instruction. If all stack frames are farcall's own, the text "farcall itself".
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
@@ -270,7 +274,8 @@ def describe_place(made: Made) -> str:
     """Returns where a handle was created, as text.
 
     Args:
-        made: A position in bytecode, which is returned as `file:line`, or text, which is returned unchanged.
+        made: Text, which is returned unchanged, or a code object and the offset of an instruction in it, for which
+            `file:line` is returned.
     """
     if isinstance(made, str):
         return made
@@ -314,9 +319,9 @@ def check_number(handles: int) -> None:
 
 
 def refuse_in_finalizer(lock: threading.RLock) -> None:
-    """Raises `UsageError` if this thread holds the lock already, otherwise does nothing.
+    """Raises `UsageError` if this thread holds `lock` already; otherwise does nothing.
 
-    If it does, the caller is a finalizer that has interrupted a change of the tables under the lock.
+    A thread that holds `lock` is changing the tables of references. If it comes here, a finalizer has interrupted it.
     """
     if lock._is_owned():  # type: ignore[attr-defined]
         raise UsageError(

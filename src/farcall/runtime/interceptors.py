@@ -46,6 +46,18 @@ class ClientCall:
 
     Changes of `function`, `args`, `kwargs`, `timeout` and `annotations` have an effect. The last `proceed` raises
     `UsageError`, and nothing is sent, if `function` or `timeout` is not valid then.
+
+    Attributes:
+        to: The worker that is called.
+        function: The function, or the name of a method of the value of a reference.
+        name: The name of the function, for messages.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        timeout: How many seconds the call may take; 0 for no limit.
+        is_kept: Whether the result stays at the callee, as with `remote`. Then `proceed` returns a reference, not a
+            future.
+        annotations: Annotations to send with the call; empty at first.
+        reply_annotations: Annotations of the reply. They are there when the future is done, and empty before.
     """
 
     __slots__ = ("annotations", "args", "function", "is_kept", "kwargs", "name", "reply_annotations", "timeout", "to")
@@ -60,28 +72,42 @@ class ClientCall:
         timeout: float,
         is_kept: bool,
     ) -> None:
-        """Creates the description of a call, without annotations. The attributes explain the arguments."""
+        """Creates the description of a call, without annotations. Nothing is checked.
+
+        Args:
+            to: The worker that is called.
+            function: The function, or the name of a method of the value of a reference.
+            name: The name of the function, for messages.
+            args: The positional arguments; may be empty.
+            kwargs: The keyword arguments; may be empty.
+            timeout: How many seconds the call may take; 0 for no limit.
+            is_kept: Whether the result stays at the callee, as with `remote`.
+        """
         self.to = to
-        """The worker that is called."""
         self.function = function
-        """The function, or the name of a method of the value of a reference."""
         self.name = name
-        """The name of the function, for messages."""
         self.args: Sequence[Any] = args
         self.kwargs = kwargs
         self.timeout = timeout
-        """Seconds; 0 for no limit. If `is_kept` is set, the limit is for connecting and sending only."""
         self.is_kept = is_kept
-        """Whether the result stays at the callee, as with `remote`. Then `proceed` returns a reference, not a
-        future."""
         self.annotations: dict[str, bytes] = {}
-        """Annotations to send with the call."""
         self.reply_annotations: dict[str, bytes] = {}
-        """Annotations of the reply. Set when the future is done."""
 
 
 class ServerCall:
-    """A call that this worker is about to run for another. Interceptors may change its function and its arguments."""
+    """A call that this worker is about to run for another. Interceptors may change its function and its arguments.
+
+    Attributes:
+        caller: The worker that made the call; None for a remote call of this worker to itself.
+        function: The function, or a method that is bound to the value of a reference.
+        name: The name of the function, for messages.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        annotations: The annotations of the call; empty if it has none.
+        reply_annotations: Annotations to send with the reply; empty at first.
+        after_reply: `after_reply(function)` has a function called after the reply was sent. Errors that it raises are
+            logged.
+    """
 
     __slots__ = ("after_reply", "annotations", "args", "caller", "function", "kwargs", "name", "reply_annotations")
 
@@ -95,21 +121,25 @@ class ServerCall:
         annotations: dict[str, bytes],
         after_reply: Callable[[Callable[[], object]], None],
     ) -> None:
-        """Creates the description of a call, without annotations of the reply. The attributes explain the arguments."""
+        """Creates the description of a call, without annotations of the reply. Nothing is checked.
+
+        Args:
+            caller: The worker that made the call; None for a remote call of this worker to itself.
+            function: The function, or a method that is bound to the value of a reference.
+            name: The name of the function, for messages.
+            args: The positional arguments; may be empty.
+            kwargs: The keyword arguments; may be empty.
+            annotations: The annotations of the call; may be empty.
+            after_reply: Given a function, calls it after the reply was sent.
+        """
         self.caller = caller
-        """The worker that made the call; None for a remote call of this worker to itself."""
         self.function = function
-        """The function, or a method that is bound to the value of a reference."""
         self.name = name
-        """The name of the function, for messages."""
         self.args: Sequence[Any] = args
         self.kwargs = kwargs
         self.annotations = annotations
-        """The annotations of the call."""
         self.reply_annotations: dict[str, bytes] = {}
-        """Annotations to send with the reply."""
         self.after_reply = after_reply
-        """`after_reply(function)` has a function called after the reply was sent. Errors that it raises are logged."""
 
 
 class ClientInterceptor:

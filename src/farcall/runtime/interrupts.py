@@ -46,13 +46,14 @@ _schedule: Callable[[float, Callable[[], None]], None] | None = None
 
 
 def install(schedule: Callable[[float, Callable[[], None]], None]) -> None:
-    """Replaces Python's default SIGINT handler by `handle`. To be called once for each agent.
+    """Replaces Python's default SIGINT handler by `handle`, which protects farcall's code from `KeyboardInterrupt`.
 
-    Leaves the handler unchanged if this is not the main thread, or the program has a handler of its own.
+    To be called once for each agent. Leaves the handler unchanged if this is not the main thread, or the program has a
+    handler of its own.
 
     Args:
-        schedule: Called as `schedule(when, function)` to have a function called in another thread. `when` is a time of
-            the monotonic clock.
+        schedule: `handle` calls `schedule(when, function)` to have `function` called in another thread. `when` is a
+            time of the monotonic clock. Replaces the `schedule` of an earlier `install`.
     """
     global _users, _schedule
     with _lock:
@@ -64,9 +65,10 @@ def install(schedule: Callable[[float, Callable[[], None]], None]) -> None:
 
 
 def uninstall() -> None:
-    """Restores Python's default SIGINT handler if no other agent needs ours. To be called once for each `install`.
+    """Restores Python's default SIGINT handler if no other agent needs that of farcall.
 
-    Leaves the handler unchanged if this is not the main thread, or another handler is installed.
+    To be called once for each `install`. Leaves the handler unchanged if this is not the main thread, or the program
+    has installed another handler.
     """
     global _users
     with _lock:
@@ -95,9 +97,12 @@ def forget() -> None:
 def handle(number: int, frame: FrameType | None) -> None:
     """The SIGINT handler: raises `KeyboardInterrupt`, or defers it if the main thread runs code of farcall.
 
+    A deferred interrupt is raised by the next `raise_deferred`. If that is not called within `RETRY_S` seconds,
+    `send_again` sends the signal again.
+
     Args:
         number: The number of the signal. Not used.
-        frame: The stack frame that was interrupted.
+        frame: The stack frame that was interrupted. If None, the interrupt is not deferred.
     """
     global _is_deferred, _is_sent_again
     was_sent_again, _is_sent_again = _is_sent_again, False
@@ -112,9 +117,9 @@ def handle(number: int, frame: FrameType | None) -> None:
 
 
 def send_again() -> None:
-    """Called by the timers: sends a deferred SIGINT to the main thread again.
+    """Sends SIGINT to the main thread again if an interrupt is deferred. Called by the timers.
 
-    Does nothing if it was raised meanwhile.
+    Does nothing if the deferred interrupt was raised meanwhile, or the main thread has ended.
     """
     global _is_sent_again
     main = threading.main_thread()
@@ -126,8 +131,8 @@ def send_again() -> None:
 def _is_inside(frame: FrameType | None) -> bool:
     """Returns whether an interrupt in this stack frame must be deferred; False if `frame` is None.
 
-    It must be if the innermost stack frame outside of the standard library belongs to farcall, but not to `_PROGRAMS`
-    or `_SLEEPS`.
+    Finds the innermost stack frame outside of the standard library. Returns True if that is code of farcall. Returns
+    False for those parts of farcall where an interrupt does no harm (`_PROGRAMS` and `_SLEEPS`), and for other code.
     """
     while frame is not None:
         path = frame.f_code.co_filename

@@ -90,11 +90,10 @@ _ON_REFERENCE: Final = TYPE
 
 
 def call_after_reply(function: Callable[[], object]) -> None:
-    """Calls a function after the reply to the call that this thread runs for another worker was sent.
+    """Calls `function` as soon as the reply to the current call was sent, by the thread that has sent it.
 
-    If that call returns a coroutine or a pending future, the reply is sent by another thread, which then calls
-    `function`. Errors of `function` are logged. If this thread runs no call for another worker, `function` is called at
-    once, and its errors are raised.
+    The current call is the one that this thread or coroutine runs for another worker. Errors of `function` are logged.
+    If there is no current call, or its reply was sent already, `function` is called at once, and its errors are raised.
     """
     scope = find_scope()
     while scope is not None and not isinstance(scope, Invocation):
@@ -130,13 +129,14 @@ class Invocation(Scope):
 
         Args:
             parts: The parts of this worker.
-            connection: The connection on which the reply is sent; None for a call of `remote` of this worker to itself.
+            connection: The connection on which the reply is sent; None if this worker has called itself with `remote`.
             call_id: The id of the call, which the reply repeats; 0 if no reply is sent.
             callee: The function or method to call, as encoded in the frame (`protocol.frames`); empty if the function
                 is the first pickled argument.
             payload: The pickled arguments; empty for none.
             buffers: The buffers of the arguments; may be empty.
-            deadline: When nobody waits for the result any more, on the monotonic clock.
+            deadline: When nobody waits for the result any more, as a time of the monotonic clock; `FOREVER` for no
+                limit.
 
         Raises:
             ProtocolError: `callee` should name a reference, but is too short.
@@ -172,6 +172,9 @@ class Invocation(Scope):
         keeps: object = None,
     ) -> None:
         """Adds what only some requests have. Must be called before `run`, if at all.
+
+        With `reference`, the call can be found in `ReferenceStore.creations` from now on, and is cancelled at its
+        deadline.
 
         Args:
             handles: The handles of the references in the arguments; may be empty.
@@ -253,7 +256,11 @@ class Invocation(Scope):
         self.has_started = True
 
     def _skip(self) -> None:
-        """Answers a request that is not run, because its time is over. Does nothing if it was cancelled."""
+        """Answers a request that is not run, because its deadline has passed. Does nothing if it was answered before.
+
+        The reply says that the function was not started. For a call of `remote`, `RpcTimeoutError` takes the place of
+        the value.
+        """
         self.has_started = False
         if not self._claim():
             return
@@ -280,10 +287,12 @@ class Invocation(Scope):
         return True
 
     def _await_async_execution(self, function: Callable[..., Any], result: Any) -> Any:
-        """Returns the final result of a call, given what its function returned.
+        """Returns the final result of a call, given the `result` that its function returned.
 
-        If the function is marked `async_execution`, that is the result of the returned future, or `_LATER` if the
-        future is pending or has failed. Otherwise it is `result` itself.
+        Returns `result` itself if the function is not marked `async_execution`. Otherwise `result` must be a future. If
+        it is done, returns its value. If it is pending or has failed, returns the constant `_LATER`: then the reply is
+        sent when the future is done, not by the caller of this method. Raises `TypeError` if `result` should be a
+        future and is not.
         """
         future_of = async_result(function)
         if future_of is None:
@@ -298,8 +307,8 @@ class Invocation(Scope):
     def _load(self) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         """Returns the function, its positional arguments and its keyword arguments.
 
-        A request may call nothing, but ask for a value, whether it exists, or its type. Then returns None in place of
-        the function, and the pair of `_answer` in place of the positional arguments.
+        A request may call nothing, but ask for a value, whether it exists, or its type. Then returns None, the pair of
+        a name for messages and the answer, and an empty dict.
 
         Raises:
             ProtocolError: The request has no function.
@@ -333,11 +342,16 @@ class Invocation(Scope):
         return function, args, kwargs
 
     def _load_function_of(self, value: Any, name: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-        """Does what `_load` does, for a request that calls a function with a value as its first argument.
+        """Returns a function that has `value` as its first argument, and its other positional and keyword arguments.
 
         Args:
             value: The value of the reference that the request uses.
             name: The encoded name of the function; empty if the function itself is the first pickled argument.
+
+        Raises:
+            ProtocolError: `name` is empty, and there are no pickled arguments.
+            SerializationError: There is no such function, or the arguments cannot be unpickled.
+            NotAllowedError: The allow-list forbids the arguments.
         """
         function = resolve_function(name.encode(), self._parts.name) if name else None
         args, kwargs = self._arguments() if self._payload else ((), {})
@@ -370,9 +384,10 @@ class Invocation(Scope):
             raise not_rebuilt_error(what, f"on worker {self._parts.name!r}", error.__cause__) from error.__cause__
 
     def _run_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the function, inside the server interceptors and the `function_runner` if there are any.
+        """Runs the function inside the server interceptors, and returns its result. There may be no interceptors.
 
-        Returns its result.
+        If `WorkerParts.function_runner` is set, runs the function that it returns in place of the given one. Raises
+        what the function or an interceptor raises.
         """
         parts = self._parts
         runner = parts.function_runner
@@ -420,9 +435,9 @@ class Invocation(Scope):
     def _check_function(self, guard: AllowList, encoded: bytes) -> None:
         """Raises `NotAllowedError` if the allow-list forbids a function; otherwise does nothing.
 
-        A function is also forbidden if its name leads through an object that is no class. `encoded` is the name of the
-        module and the qualified name of the function, separated by a zero byte. Raises `SerializationError` if there is
-        no such function.
+        `encoded` is the name of the module and the qualified name of the function, separated by a zero byte. In a
+        qualified name such as `A.b`, `A` must be a class, or the function is forbidden. Raises `SerializationError` if
+        there is no such function.
         """
         module, _, name = encoded.decode(errors="replace").partition("\0")
         guard.check_function(module, name)
@@ -472,13 +487,16 @@ class Invocation(Scope):
             self._send_failure(None, error)
 
     def _claim(self) -> bool:
-        """Returns whether this thread must answer the request: no other thread has done so, or will."""
+        """Claims the request for this thread. Returns False if another thread has claimed it before.
+
+        Only the thread that has claimed a request may answer it, and it must do so.
+        """
         if self._value is not None:
             return self._parts.store.creations.pop(self._reference, None) is not None
         return self._connection is None or self._connection.calls.pop(self._call_id, None) is not None
 
     def is_answered(self) -> bool:
-        """Returns whether a thread has claimed the request."""
+        """Returns whether the request was answered, or some thread is about to answer it."""
         if self._value is not None:
             return self._reference not in self._parts.store.creations
         return self._connection is not None and self._call_id not in self._connection.calls
@@ -531,6 +549,8 @@ class Invocation(Scope):
     def _fail(self, function: Any, error: BaseException) -> None:
         """Sends an error to the caller: the function has raised it, or could not be run. Raises nothing.
 
+        Does nothing if the request was answered before.
+
         Args:
             function: The function, for the name in the message; None if it could not be found.
             error: The error.
@@ -543,7 +563,11 @@ class Invocation(Scope):
             self._send_failure(function, error)
 
     def _send_failure(self, function: Any, error: BaseException) -> None:
-        """As `_fail`, for a request that this thread has claimed."""
+        """Sends an error to the caller. This thread must have claimed the request, so that no other thread answers it.
+
+        For a call of `remote`, the error also takes the place of the value. If `error` cannot be encoded, a
+        `RuntimeError` is sent instead. `function` is used for the name in the message; None if it is not known.
+        """
         try:
             name = callable_name(function) if function is not None else self._name()
             if str(getattr(function, "__module__", "")).startswith("farcall."):
@@ -571,7 +595,10 @@ class Invocation(Scope):
             self._connection.reply(frame, None)
 
     def _finish_when_done(self, function: Callable[..., Any], future: Future[Any]) -> None:
-        """Has the reply sent when `future` is done."""
+        """Has the reply sent when `future` is done; at once if it is done already.
+
+        If `future` was cancelled, the caller gets a `CallCancelledError`. `function` is used for error messages.
+        """
 
         def done(future: Future[Any]) -> None:
             error: BaseException | None = CallCancelledError("the future that it has returned was cancelled")
@@ -596,7 +623,12 @@ class Invocation(Scope):
     # Cancellation
 
     def cancel_call(self) -> bool:
-        """Cancels a request that the caller of this method has claimed. Returns whether its function had started."""
+        """Cancels the request, and sends no reply. Returns whether its function had started.
+
+        A function that has not started is not run. If it has, the calls that it has made are cancelled, and the
+        coroutine or future that it has returned; its result will be dropped. The calling thread must have claimed the
+        request, so that no other thread answers it.
+        """
         self.deadline = 0.0  # so that `run` skips it
         has_started = self.has_started
         if not has_started:
@@ -605,7 +637,12 @@ class Invocation(Scope):
         return has_started
 
     def cancel(self) -> None:
-        """Cancels a remote call: stops its function, and has each use of its value raise. See `Creation`."""
+        """Cancels a call of `remote`. Does nothing if its value, or an error in its place, is there already.
+
+        A function that has not started is not run. If it has, the calls that it has made are cancelled. An error takes
+        the place of the value: `RpcTimeoutError` if the deadline has passed, otherwise `CallCancelledError`. Runs no
+        user code in this thread. Does nothing if `WorkerParts.honours_deadlines` is False.
+        """
         if self._parts.honours_deadlines and self._claim():
             if self._connection is not None:
                 self._connection.calls_cancelled += 1
@@ -615,7 +652,11 @@ class Invocation(Scope):
             self._parts.executor.submit(Task(partial(self._fail_late, is_late), must_run=True))
 
     def note_over(self) -> None:
-        """See `Scope`. The caller is told at once that the time is over, whatever the function does then."""
+        """Called when the function learns that it is cancelled or that its deadline has passed: cancels the call.
+
+        The caller gets a reply at once, even if the function goes on. A later result of the function is dropped. Does
+        nothing if the call was cancelled or answered before.
+        """
         if self.is_cancelled:
             return
         if self._value is not None:
@@ -626,11 +667,18 @@ class Invocation(Scope):
             self._connection.reply(pack_cancelled(self._call_id, True), None)
 
     def done(self) -> bool:
-        """For a remote call: returns whether its value, or an error in its place, is there."""
+        """Returns whether the value of a call of `remote`, or an error in its place, is there.
+
+        False for other calls.
+        """
         return self._value is not None and self._value.done()
 
     def _fail_late(self, is_late: bool = True) -> None:
-        """Fails the value of a remote call that this thread has claimed, and answers it."""
+        """Has an error take the place of the value of a call of `remote`, and sends it to the caller.
+
+        The error is a `RpcTimeoutError` if `is_late`, otherwise a `CallCancelledError`. This thread must have claimed
+        the request, so that no other thread answers it.
+        """
         name = self._name()
         error: Exception = CallCancelledError(
             f"the remote call of `{name}` on worker {self._parts.name!r} was cancelled"
@@ -679,7 +727,10 @@ class Invocation(Scope):
 
 
 class _CancelledLater:
-    """The future that a function has returned, as a member of its invocation: cancelled in the executor."""
+    """Cancels the future that an asynchronous function has returned, when the call of the function is cancelled.
+
+    It is added to the scope of the call. `parts` are the parts of this worker; `future` is that future.
+    """
 
     __slots__ = ("_future", "_parts")
 
@@ -688,29 +739,37 @@ class _CancelledLater:
         self._future = future
 
     def cancel(self) -> None:
-        """See `deadlines.Member`."""
+        """Has the executor cancel the future, because callbacks of the future are user code. May be called twice."""
         self._parts.executor.submit(Task(self._future.cancel))  # its callbacks are user code
 
 
 def _cancel_late(store: ReferenceStore, reference: RRefId) -> None:
-    """Called by the timers when the time of a remote call is over. Does nothing if its value is there."""
+    """Cancels a call of `remote`, given the reference of its value. Called by the timers at its deadline.
+
+    Does nothing if the value, or an error in its place, is there already. `store` is the reference store of this
+    worker.
+    """
     creation = store.creations.get(reference)
     if creation is not None:
         creation.cancel()
 
 
 def _is_cancellation(error: BaseException) -> bool:
-    """Returns whether an error is an `asyncio.CancelledError`. Imports nothing: without asyncio, it is none."""
-    asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and isinstance(error, asyncio.CancelledError)
+    """Returns whether `error` is an `asyncio.CancelledError`. Does not import asyncio.
+
+    Returns False if asyncio is not imported yet, or another thread is just importing it.
+    """
+    cancelled = getattr(sys.modules.get("asyncio.exceptions"), "CancelledError", None)
+    return cancelled is not None and isinstance(error, cancelled)
 
 
 def _answer(kind: bytes, value: Any) -> tuple[str, Any]:
-    """Returns the name of a request that calls nothing, and the answer to it: the value, None or the type of the value.
+    """Returns a name for messages and the answer, for a request that uses a value but calls nothing.
 
     Args:
-        kind: VALUE, PRESENCE or TYPE (`protocol.frames`). Any other kind is answered like TYPE.
-        value: The value.
+        kind: What the request asks for (`protocol.frames`). VALUE is answered with the value, PRESENCE with None, TYPE
+            and any other kind with the type of the value.
+        value: The value, which exists.
     """
     if kind == VALUE:
         return "to_here", value

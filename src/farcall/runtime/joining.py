@@ -126,13 +126,15 @@ class GroupEntry:
             self._rendezvous.store.leave_losses_to_group()
 
     def tick(self, now: float) -> None:
-        """Called at every heartbeat: compares the store of an open group with the members from time to time.
+        """Compares the store of an open group with the members, every `look_interval` seconds, in another thread.
 
-        Adds workers to the group that only the store knows, and removes workers from the store that are gone. Only the
-        two members with the lowest numbers do that, in another thread. A worker that only the store knows may have died
-        while it joined; once it is a member, the heartbeats detect that, and its name becomes free. Or this worker was
-        stopped for so long that all workers it knew are gone; workers that joined meanwhile can tell it that it was
-        expelled.
+        Called at every heartbeat. Workers that only the store knows are added to the group. Workers that are gone are
+        removed from the store. Only the two members with the lowest numbers do that. Does nothing in a fixed group,
+        before `attach`, and after this worker has left or was expelled.
+
+        There are two reasons why only the store may know a worker. The worker may have died while it joined. Once it is
+        a member, the heartbeats notice that, and its name becomes free. Or the worker joined while this one was
+        stopped. Then it can tell this one that the group has expelled it.
 
         Args:
             now: The current time of the monotonic clock.
@@ -190,7 +192,11 @@ class GroupEntry:
             executor.run_aside(self._clear_away)
 
     def _clear_away(self) -> None:
-        """Removes all workers that are gone from the store of an open group. The store may have missed earlier ones."""
+        """Removes all workers that are gone from the store of an open group. Raises nothing.
+
+        Also removes those that an earlier attempt could not remove. Does nothing before `attach`, and after this worker
+        has left or was expelled.
+        """
         from farcall.rendezvous import remove_lost_members
 
         group = self._group
@@ -198,7 +204,7 @@ class GroupEntry:
             remove_lost_members(self._rendezvous, group.is_gone, _names(group))
 
     def _is_reporter(self, group: Cluster) -> bool:
-        """Returns whether this worker is one of the `_REPORTERS` members that keep the store up to date."""
+        """Returns whether this worker must keep the store up to date: it has one of the `_REPORTERS` lowest numbers."""
         return self._number in sorted(group.members())[:_REPORTERS]
 
     def _store_lost(self) -> None:
@@ -207,7 +213,10 @@ class GroupEntry:
             self._executor.run_aside(self._host_again)
 
     def _host_again(self) -> None:
-        """Tries until some member hosts the store, or this worker has left or was expelled."""
+        """Makes sure that some member hosts the store; if necessary, this worker starts it.
+
+        Tries again until that succeeds, or this worker has left or was expelled. Does nothing before `attach`.
+        """
         from farcall.rendezvous import ensure_store
 
         group = self._group
@@ -221,9 +230,10 @@ class GroupEntry:
                 self._over.wait(_PAUSE)
 
     def expelled(self) -> None:
-        """Called when this worker was expelled: stops hosting the store, and keeps this worker out of a new store.
+        """Called when this worker was expelled from an open group. Does nothing in a fixed group.
 
-        Does nothing in a fixed group.
+        Stops hosting the store, in another thread. Also makes sure that this worker does not enter itself into a store
+        that is started later.
         """
         if self.is_open:
             from farcall.rendezvous import forget_own_entries, stop_hosting
@@ -234,9 +244,10 @@ class GroupEntry:
                 self._executor.run_aside(lambda: stop_hosting(self._rendezvous))
 
     def leave(self) -> None:
-        """Removes this worker from the store of an open group, so that its name is free. Takes at most a second.
+        """Removes this worker from the store of an open group, so that its name is free. Raises nothing.
 
-        Does nothing in a fixed group, if this worker never joined, or if it has left already.
+        Waits at most a second. If the store does not answer by then, another member removes this worker later. Does
+        nothing in a fixed group, if this worker never joined, or if it has left already.
         """
         if self.is_open and self._number >= 0 and not self._has_left:
             self._over.set()

@@ -17,17 +17,23 @@ MOST_REPORTED: Final = 10
 
 @dataclass(frozen=True)
 class OwnedReference:
-    """A reference whose value this worker owns: who holds it, and where it was created."""
+    """A reference whose value this worker owns: who holds it, and where it was created.
+
+    Attributes:
+        reference: The id of the reference, as text.
+        type: The name of the value's type; empty if the value does not exist yet. If there is an error in place of the
+            value, text that says so.
+        handles: The number of handles on this worker.
+        holders: The names of the other workers that hold the reference, once for each fork; may be empty.
+        created_at: The source line or the stack where it was created here; else the worker whose remote call created
+            it.
+    """
 
     reference: str
     type: str
-    """The type of the value; empty if the value does not exist yet."""
     handles: int
-    """The number of handles on this worker."""
     holders: tuple[str, ...]
-    """The names of the other workers that hold the reference, once for each handle."""
     created_at: str
-    """The source line or the stack where it was created here; else the worker whose remote call created it."""
 
     def __str__(self) -> str:
         here = [f"{self.handles} here"] if self.handles else []
@@ -37,17 +43,25 @@ class OwnedReference:
 
 @dataclass(frozen=True)
 class HeldReference:
-    """A handle on this worker of a value that another worker owns."""
+    """A fork on this worker of a reference that another worker owns.
+
+    Attributes:
+        reference: The id of the reference, as text.
+        owner: The name of the owner.
+        confirmed: Whether the owner counts this fork.
+        pending: The names of the workers to which this worker has passed the reference on, and which the owner does not
+            count yet. Once for each fork; may be empty.
+        dropped: Whether the program has dropped its handle. The fork stays until the owner counts those in `pending`.
+        created_at: The source line or the stack where the handle was created; else the worker that sent it. Empty if
+            the handle is gone.
+    """
 
     reference: str
     owner: str
     confirmed: bool
     pending: tuple[str, ...]
-    """The workers to which it was sent, and which the owner has not counted yet."""
     dropped: bool
-    """Whether the program has dropped it. It stays until the owner has counted the workers in `pending`."""
     created_at: str
-    """The source line or the stack where it was created; else the worker that sent it."""
 
     def __str__(self) -> str:
         state = "confirmed" if self.confirmed else "not confirmed yet"
@@ -66,7 +80,7 @@ class Inventory:
     held: tuple[HeldReference, ...]
 
     def between_workers(self) -> Inventory:
-        """Returns an inventory without the owned references that no other worker holds."""
+        """Returns an inventory without the owned references that no other worker holds. All held references stay."""
         return Inventory(tuple(each for each in self.owned if each.holders), self.held)
 
     def report(self) -> str:
@@ -97,7 +111,10 @@ class Inventory:
 
 
 def _counted(names: tuple[str, ...]) -> list[str]:
-    """Returns how often each name occurs, as text like "2 by 'a'", in the order of the names; empty for no names."""
+    """Returns how often each name occurs, as text like "2 by 'a'", in order of the first occurrence.
+
+    Returns an empty list for no names.
+    """
     return [f"{names.count(name)} by {name!r}" for name in dict.fromkeys(names)]
 
 
@@ -113,7 +130,8 @@ def take_inventory(
     Args:
         references: The reference counts of the worker.
         values: The values that the worker owns, by reference.
-        origins: Where the references that the worker has created for its own values were created.
+        origins: Where the worker has created references of its own values, by reference. References that other workers
+            have created with `remote` are missing.
         handle_of: Returns the handle of a fork; None if the program has dropped it.
         name_of: Returns the name of a worker, given its number.
     """

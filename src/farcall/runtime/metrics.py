@@ -26,7 +26,10 @@ _ALL_GONE: Final = -1
 
 
 class MetricsCounter:
-    """Keeps the numbers of connections that have ended, and makes reports about all connections."""
+    """Counts calls, bytes and so on for each other worker, by the names of `PeerMetrics`, and makes reports.
+
+    It keeps the numbers of connections that have ended. Connections that have not ended count themselves.
+    """
 
     def __init__(self) -> None:
         """Creates a counter in which all numbers are 0."""
@@ -49,7 +52,7 @@ class MetricsCounter:
     def remove_worker(self, worker: Worker) -> None:
         """Removes a worker that has left or was lost. Its numbers still count in the total.
 
-        Does nothing if it has none.
+        Does nothing if there are no numbers of this worker.
         """
         with self._lock:
             counts = self._ended.pop(worker, None)

@@ -23,44 +23,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerParts:
-    """The objects that the connections, the calls and the group of one worker share. The agent creates them."""
+    """The objects that the connections, the calls and the group of one worker share. The agent creates them.
+
+    Attributes:
+        name: The name of this worker.
+        poller: The poller of the executor.
+        executor: Runs requests and callbacks.
+        timers: Calls functions at given times.
+        loop: Runs coroutines.
+        store: The references of this worker.
+        guard: The allow-list: what other workers may call and send; None for everything.
+        interceptors: User code that runs around every call.
+        transports: The transports by scheme, in order of preference.
+        credentials: The secret and certificates with which workers authenticate each other.
+        link_options: The options of links whose other end is authenticated.
+        limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that this worker
+            accepts.
+        failure_to_send: Given a function's name and its error, returns the error to send to the caller. None means that
+            the error itself is sent. For `farcall.pytorch`.
+        function_runner: Given a function, returns the function to run in its place. None means that the function itself
+            is run. For `farcall.pytorch`.
+        honours_deadlines: Whether calls inherit deadlines, and a call is cancelled when its caller stops waiting. False
+            for `farcall.pytorch`.
+    """
 
     name: str
-    """The name of this worker."""
     poller: Poller
-    """The poller of the executor."""
     executor: Executor
-    """Runs requests and callbacks."""
     timers: Timers
-    """Calls functions at given times."""
     loop: EventLoop
-    """Runs coroutines."""
     store: ReferenceStore
-    """The references of this worker."""
     guard: AllowList | None
-    """The allow-list: what other workers may call and send; None for everything."""
     interceptors: InterceptorChain
-    """User code that runs around every call."""
     transports: Mapping[str, Transport]
-    """The transports by scheme, in order of preference."""
     credentials: Credentials
-    """The secret and certificates with which workers authenticate each other."""
     link_options: LinkOptions
-    """The options of links whose other end is authenticated."""
     limits: tuple[int, int]
-    """The most bytes of a head and of a frame that this worker accepts; 0 for no limit."""
     failure_to_send: Callable[[str, BaseException], BaseException] | None
-    """Given a function's name and its error, returns the error to send to the caller. For `farcall.pytorch`."""
     function_runner: Callable[[Callable[..., Any]], Callable[..., Any]] | None
-    """Given a function, returns the function to run in its place. For `farcall.pytorch`."""
     honours_deadlines: bool
-    """Whether calls inherit deadlines, and the end of a caller's wait cancels its call. Not for `farcall.pytorch`."""
 
     @property
     def current_scope(self) -> Callable[[], Scope | ServingThread | None]:
-        """Returns what leads to the scope to which a new call belongs (`deadlines`); None if it belongs to none."""
+        """A function that returns the scope of the code that calls it, or the `ServingThread` that knows this scope.
+
+        The function returns None outside of all scopes, and always if `honours_deadlines` is False.
+        """
         return current_scope.get if self.honours_deadlines else _no_scope
 
 
 def _no_scope() -> None:
-    """Calls of `farcall.pytorch` belong to no scope."""
+    """Returns None: without `honours_deadlines`, calls belong to no scope."""

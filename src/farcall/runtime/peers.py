@@ -312,9 +312,9 @@ class Peer:
         ]
 
     def _is_on_this_host(self, address: str) -> bool:
-        """Returns whether the kernel of this host decides if something listens at `address`.
+        """Returns whether `address` belongs to this host.
 
-        Only then a refused connection shows that nothing listens there.
+        Only then does a refused connection prove that nothing listens at `address`.
         """
         scheme, _, rest = address.partition(":")
         if scheme in ONE_HOST:

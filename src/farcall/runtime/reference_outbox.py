@@ -139,7 +139,10 @@ class UnackedKeep:
         """When the value must be there, on the monotonic clock."""
 
     def seconds_left(self) -> float:
-        """Returns the time that is left, more than 0; 0 for no limit."""
+        """Returns the seconds until the deadline; 0 if there is no limit.
+
+        After the deadline, returns a small number, not 0.
+        """
         return max(self.deadline - monotonic(), 1e-3) if self.deadline != FOREVER else 0.0
 
 
@@ -163,20 +166,28 @@ Unacked: TypeAlias = Message | UnackedReferences | UnackedKeep
 
 
 class ControlFrame(NamedTuple):
-    """The payload of a CONTROL frame, and what its sender needs to know to choose a connection."""
+    """The payload of a CONTROL frame, and what its sender needs to know to choose a connection.
+
+    Attributes:
+        payload: The payload, as `pack_control` returns it.
+        has_only_answers: Whether all messages in it are answers to the receiver, and there is at least one. The
+            receiver reads answers on the connection on which it asked.
+        is_bare: Whether it has no messages, only the acknowledgement.
+    """
 
     payload: bytes
     has_only_answers: bool
-    """Whether it has answers only. The receiver reads them on the connection on which it asked."""
     is_bare: bool
-    """Whether it has no messages, only the acknowledgement."""
 
 
 class Outboxes:
-    """The outboxes of all workers. Every use must hold the lock of the reference store."""
+    """The control messages to each other worker: those that wait to be sent, and those that are not acknowledged.
+
+    Every use must hold the lock of the reference store.
+    """
 
     def __init__(self) -> None:
-        """Creates outboxes without messages. Workers are added with `delivery.joined`."""
+        """Creates outboxes without workers and without messages. `delivery.joined(worker)` adds a worker."""
         self.delivery: Delivery[Unacked] = Delivery()
         self.unsent: dict[Worker, list[tuple[int, Message]]] = {}
         """Messages that have numbers and are not sent yet, by receiver."""
@@ -241,7 +252,10 @@ class Outboxes:
         return self.delivery.acknowledgement(to)
 
     def awaits(self, worker: Worker) -> bool:
-        """Returns whether a worker still has to acknowledge a message, or to answer a `ForkRequest`."""
+        """Returns whether a worker still has to acknowledge a message, or to answer a request to count a fork.
+
+        False if the worker is gone or was never added.
+        """
         return self.delivery.awaits(worker) or bool(self.asked.get(worker))
 
     def clear(self) -> object:

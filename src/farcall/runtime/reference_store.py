@@ -81,6 +81,8 @@ if TYPE_CHECKING:
 
 PROCESS_INTERVAL_S: Final = 5e-3
 """Seconds between the scheduling of `ReferenceStore.process` and its run. One *interval* is one run."""
+MAX_PROCESS_INTERVAL_S: Final = 20e-3
+"""The same while there is always something to do. Each run wakes threads that take the core from those that call."""
 UNREPORTED_INTERVALS: Final = 4
 """The owner of a received handle is told of it only if it is kept for at least this many intervals.
 
@@ -96,14 +98,20 @@ class Creation(Protocol):
     """A remote call whose value is not there yet."""
 
     def cancel(self) -> None:
-        """Stops its function, and has an error take the place of the value. Runs no user code."""
+        """Stops the function that makes the value, and has an error take the place of the value. Runs no user code.
+
+        Does nothing if the value, or an error in its place, is there already.
+        """
 
 
 class ReferenceStore:
-    """All references of one worker: the values that it owns, its handles, and the control messages about them."""
+    """All references of one worker: the values that it owns, its handles, and the control messages about them.
+
+    Attributes:
+        calling: Makes the calls on references. The agent sets it after it has created the store.
+    """
 
     calling: Caller
-    """Makes the calls on references. The agent sets it after it has created the store."""
 
     def __init__(
         self,
@@ -119,8 +127,8 @@ class ReferenceStore:
 
         Args:
             counts: The reference counts of this worker, with empty tables. Only this store may call its methods.
-            executor: Runs `process`.
-            timers: Schedules `process`.
+            executor: Runs the method `process`, which does the work that was put off.
+            timers: Decides when the executor runs `process`.
             name_of: Returns the name of a worker, given its number.
             send_outbox: Called with the number of a worker, to send the control messages that wait for it.
             resend: Called with the number of a worker, to connect to it again and send again what an earlier connection
@@ -158,6 +166,8 @@ class ReferenceStore:
         self._unreported_before: list[ForkId] = []
         self._intervals = 0
         self._is_scheduled = False
+        self._interval_s = PROCESS_INTERVAL_S
+        self._processed_at = 0.0
         self.is_ended = False
         """Whether `clear` was called. Handles that are dropped after it are ignored."""
         self._is_cut_off = False
@@ -165,7 +175,10 @@ class ReferenceStore:
     # Workers
 
     def add_worker(self, worker: Worker) -> None:
-        """Adds a worker that has joined the group, given its number. Does nothing after `cut_off`."""
+        """Adds a worker that has joined the group, given its number. Does nothing after `cut_off`.
+
+        Raises `ProtocolError` if the worker was added before and not removed.
+        """
         with self._lock:
             if not self._is_cut_off:
                 self._counts.add_worker(worker)
@@ -325,13 +338,14 @@ class ReferenceStore:
         The caller must put them into a frame and send it on `via` at once.
 
         Args:
-            handles: The handles.
+            handles: The handles; may be empty.
             to: The number of the worker.
             via: The connection on which the frame will be sent.
 
         Raises:
             WorkerLostError: The worker has left the group or was lost.
-            RpcError: A handle cannot be used any more. No fork was created then.
+            RpcError: A handle cannot be used any more, or there are more than `MAX_REFERENCES`. No fork was created
+                then.
             UsageError: A finalizer called this while its own thread was changing the tables of references.
         """
         refuse_in_finalizer(self._lock)
@@ -486,7 +500,10 @@ class ReferenceStore:
         return value, handles
 
     def owe_acknowledgement(self, sender: Worker) -> None:
-        """Schedules an acknowledgement to a worker. Used for a call of `remote` that gets no reply."""
+        """Has an acknowledgement sent to a worker in a few milliseconds. Does nothing if the worker is gone.
+
+        Used for a call of `remote` that gets no reply.
+        """
         with self._lock:
             self._owe_acknowledgement(sender)
         self.work_soon()
@@ -506,12 +523,15 @@ class ReferenceStore:
             self.work_soon()
 
     def _confirm(self, owner: Worker, number: int) -> None:
-        """Forgets a message that its receiver has acknowledged. If it is a remote call, confirms its fork before.
+        """Forgets the message with this number, because `owner` has acknowledged it. The caller holds the lock.
 
-        The caller holds the lock. A signal handler of the program may raise at any line here: then the connection is
-        closed, the message is sent again, and this is called again for its acknowledgement. So it must be harmless to
-        be interrupted and to be called twice. Ending a fork is neither, and is left to `process`, which never runs in
-        the thread of signal handlers.
+        If the message is a call of `remote`, first marks its fork as confirmed. If the handle of that fork was dropped,
+        leaves the message to `process`, which ends the fork. Does nothing if there is no such message.
+
+        A signal handler of the program may raise at any line here. Then the connection is closed, the message is sent
+        again, and its acknowledgement calls this again. So it must be harmless to interrupt this method and to call it
+        twice. To end a fork twice would do harm, so `process` does that: it never runs in the thread of signal
+        handlers.
         """
         unacked = self._outboxes.delivery.find(owner, number)
         held = self._counts.held.get(unacked.fork) if isinstance(unacked, UnackedKeep) else None
@@ -526,7 +546,10 @@ class ReferenceStore:
         self._outboxes.delivery.taken(owner, number)
 
     def _end_confirmed(self) -> None:
-        """Ends the forks of remote calls that were dropped before their owner had received the call."""
+        """Ends the forks that `_confirm` has left to `process`. The caller holds the lock.
+
+        Each was created by a call of `remote`. The program dropped its handle before the owner had received the call.
+        """
         while self._to_end:
             owner, number = self._to_end.popleft()
             unacked = self._outboxes.delivery.taken(owner, number)  # None if it is here twice
@@ -534,16 +557,24 @@ class ReferenceStore:
                 self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
 
     def cancel_remote(self, reference: RRefId, fork: ForkId) -> None:
-        """Tells the owner of a reference that this worker has created to stop the function that makes its value.
+        """Asks the owner of `reference` at once to stop the function that makes the value.
 
         Does nothing if the owner has left or was lost.
+
+        Args:
+            reference: A reference that this worker has created with `remote`. The owner refuses the request for others.
+            fork: The fork of the reference that this worker holds.
         """
         with self._lock:
             self._decide([SendMessage(reference.owner, CancelCreate(reference, fork))])
         self._send_outbox(reference.owner)  # at once: every millisecond that the function still runs is wasted
 
     def _take_creation(self, sender: Worker, reference: RRefId) -> None:
-        """Processes a `CancelCreate`. The caller holds the lock. Ignored if the value is there, or is not known."""
+        """Processes the request of `sender` to cancel the call of `remote` that makes the value of `reference`.
+
+        The caller holds the lock. `_act` cancels the call later. Does nothing if the value is there, or the reference
+        is not known. If `sender` has not created the reference, only counts a refusal.
+        """
         if reference.creator != sender:
             self.refusals.add(sender, ProtocolError(f"worker {sender} did not create {reference}, and cancels it"))
             return
@@ -608,7 +639,7 @@ class ReferenceStore:
     def value_at(self, callee: bytes, claimant: Callable[[], Worker] | None = None) -> Value:
         """Returns the future of the value that a request uses.
 
-        If this worker has no such value, the future has failed: see `find_value`.
+        If this worker has no such value and will not get it, the future has failed with `ReferenceRefusedError`.
 
         Args:
             callee: The callee as encoded in the request. The reference is encoded after its first byte.
@@ -647,9 +678,10 @@ class ReferenceStore:
     # Carrying out effects
 
     def _decide(self, effects: Iterable[Effect]) -> None:
-        """Carries out the part of effects that needs the lock, which the caller holds.
+        """Carries out what `ReferenceCounts` has decided: which messages to send, values to release, handles to change.
 
-        Queues the rest: errors of values for `_act`, messages and released values for `process`.
+        The caller holds the lock. Work that must be done without the lock is queued: errors of values for `_act`,
+        messages and released values for `process`. Messages to workers that are gone are dropped.
         """
         for effect in effects:
             if isinstance(effect, SendMessage):
@@ -674,9 +706,10 @@ class ReferenceStore:
                 self._refused.append((effect.reference, value))
 
     def _act(self) -> None:
-        """Settles values that will never exist, and schedules `process` if there is work for it.
+        """Does queued work that must be done without the lock, and schedules `process` if there is work for it.
 
-        Called without the lock.
+        Puts `ReferenceRefusedError` in place of values that will never exist. Cancels calls of `remote` whose values
+        nobody wants any more.
         """
         outboxes = self._outboxes
         is_due = self._arrived or self._to_end or outboxes.unsent or outboxes.owed
@@ -701,7 +734,7 @@ class ReferenceStore:
         if not self._is_scheduled and not self.is_ended:
             self._is_scheduled = True
             try:
-                self._timers.schedule(monotonic() + PROCESS_INTERVAL_S, self._submit_process)
+                self._timers.schedule(monotonic() + self._interval_s, self._submit_process)
             except BaseException:  # from a signal handler
                 self._is_scheduled = False
                 raise
@@ -724,11 +757,17 @@ class ReferenceStore:
     def process(self) -> None:
         """Does all work that was put off: drops handles, sends control messages, and releases values.
 
-        It also tells owners of handles that this worker has kept for some time, and frees the memory of empty tables.
-        No further run is scheduled while it runs, except while it releases values. Otherwise many threads would wait
-        for the lock when there is a lot to do.
+        If this worker has kept a received handle for some time, also asks the owner to count it. Frees the memory of
+        tables that were large and are empty.
+
+        While this runs, `work_soon` schedules no second run, because that would only wait for the lock. The exception
+        is the time in which values are released: their finalizers may need a second run.
         """
         self._is_scheduled = True
+        now = monotonic()
+        is_steady = now - self._processed_at < 2 * self._interval_s
+        self._interval_s = min(2 * self._interval_s, MAX_PROCESS_INTERVAL_S) if is_steady else PROCESS_INTERVAL_S
+        self._processed_at = now
         try:
             has_more, is_interval = True, True
             while has_more:
@@ -786,10 +825,11 @@ class ReferenceStore:
         return bool(dropped)
 
     def _report_forks(self, is_interval: bool) -> bool:
-        """Asks owners to count forks that were kept for some intervals. Returns whether more are left.
+        """Asks owners to count forks that this worker has kept for at least `UNREPORTED_INTERVALS` runs of `process`.
 
-        The caller holds the lock. `is_interval` is True in the first call of each run of `process`, which counts as one
-        interval.
+        Asks for some of the forks that are due, and returns whether more are left. The caller holds the lock.
+        `is_interval` is True in the first call of each run of `process`, and False in the others, so that each run
+        counts once.
         """
         due, unreported = self._to_report, self._counts.unreported
         if is_interval:
@@ -927,13 +967,13 @@ class ReferenceStore:
         self._act()
 
     def forget(self, reason: str) -> None:
-        """Gives up all handles as `give_up_handles` does, and releases all values that this worker owns.
+        """Releases all handles of values that other workers own, and all values that this worker owns.
 
         Workers that use one of these values later get `ReferenceRefusedError`. The references are still counted, and
         new ones can be created.
 
         Args:
-            reason: The message of the `UsageError` that later uses of the handles raise.
+            reason: The message of the `UsageError` that later uses of the released handles raise.
         """
         self.give_up_handles(reason)
         with self._lock:

@@ -61,16 +61,19 @@ class Refusals:
         )
 
     def remove_worker(self, worker: Worker) -> None:
-        """Forgets a worker that is gone. Its refusals are added to those of `NOBODY_KNOWN`.
+        """Removes a worker that is gone. Does nothing if the worker is not known.
 
-        Does nothing else if it had none.
+        The number of its refusals is added to that of `NOBODY_KNOWN`.
         """
         with self._lock:
             self._counts[NOBODY_KNOWN] += self._counts.pop(worker, 0)
             self._logged.discard(worker)
 
     def counts(self) -> dict[Worker, int]:
-        """Returns the number of refusals by worker; an empty dict if nothing was refused."""
+        """Returns the number of refusals by worker. Workers without refusals are missing.
+
+        `NOBODY_KNOWN` is the key for workers that are gone and for unknown senders. Its number may be 0.
+        """
         with self._lock:
             return dict(self._counts)
 

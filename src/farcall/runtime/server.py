@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("farcall")
 
+MAX_COLLECTED_BYTES: Final = 4096
+"""Larger replies are sent at once, not collected."""
 MANY_REFERENCES: Final = 700
 """The references of a frame with more than this are counted in a job."""
 
@@ -73,15 +75,19 @@ class SizeLimits(Protocol):
 
     @property
     def max_head_size(self) -> int:
-        """The most bytes of a head: a frame without its payload and buffers."""
+        """The most bytes of a head: a frame without its payload and buffers. At least 1024."""
 
     @property
     def max_message_size(self) -> int:
-        """The most bytes of a whole frame with its buffers."""
+        """The most bytes of a whole frame with its buffers. At least 65536."""
 
 
 class Admission(Protocol):
-    """Decides which workers may connect, and is told what their connections receive and when they end."""
+    """Decides which workers may connect, and is told what their connections receive and when they end.
+
+    Attributes:
+        me: This worker.
+    """
 
     me: Member
 
@@ -149,6 +155,7 @@ class ServerConnection:
         self.calls_cancelled = 0
         """The number of calls that were cancelled before they were answered."""
         self._is_closed = False
+        self._can_append: bool = getattr(link, "can_append", False)
         parts.poller.watch(link, self._read)
 
     # Reading
@@ -223,9 +230,10 @@ class ServerConnection:
         frame: bytes,
         buffers: Sequence[memoryview],
     ) -> None:
-        """Processes a frame that is not a call, or is a call with flags.
+        """Processes every frame that `_read` does not: all frames but calls without references and annotations.
 
-        Raises `ProtocolError` if the frame cannot be read, or is of a kind that a caller may not send.
+        The numbers are those of the frame's header (`protocol.frames`). Raises `ProtocolError` if the frame cannot be
+        read, or is of a kind that a caller may not send.
         """
         if kind in (CALL, KEEP):
             self._receive_request(kind, flags, callee_size, call_id, frame, buffers)
@@ -242,7 +250,7 @@ class ServerConnection:
             raise ProtocolError(f"a frame of kind {kind} came where only requests may")
 
     def _cancel(self, call_id: int) -> None:
-        """Cancels a call, and answers it. Does nothing if it was answered: the reply has crossed this frame."""
+        """Cancels a call, and answers it. Does nothing if the call is not known or was answered."""
         invocation = self.calls.pop(call_id, None)
         if invocation is not None:
             self.calls_cancelled += 1
@@ -277,9 +285,10 @@ class ServerConnection:
             self._parts.executor.ready.append(invocation)
 
     def _take_and_run(self, take: Callable[[], Invocation | None]) -> None:
-        """Called in the executor: reads a request with `take`, and runs it.
+        """Called in the executor: calls `take`, which reads a request, and runs the invocation that it returns.
 
-        Closes the connection if it cannot be read.
+        Does nothing else if `take` returns None. Closes the connection if `take` raises, because the request cannot be
+        read.
         """
         try:
             invocation = take()
@@ -426,14 +435,31 @@ class ServerConnection:
             frame: The reply.
             buffers: The buffers of the result; None for none. The link empties the list.
         """
+        if self._poller.collector and self._collect(frame, buffers):
+            return
         try:
             self.link.send(frame, buffers)
-        except ConnectionError:
-            self.close()
         except Exception as error:
-            # Part of the frame may have been sent. The end of the connection tells the caller that no more follows.
+            self._reply_failed(error)
+
+    def _collect(self, frame: bytes, buffers: list[memoryview] | None) -> bool:
+        """Gives a small reply to the poller, which sends several replies together.
+
+        Returns False if the reply is too large for that, has buffers, or the poller does not accept it. Then the caller
+        must send the reply.
+        """
+        if buffers or not self._can_append or len(frame) > MAX_COLLECTED_BYTES:
+            return False
+        return self._poller.collect(self.link, frame)
+
+    def _reply_failed(self, error: Exception) -> None:
+        """Closes the connection. Logs a warning unless the link is closed or broken.
+
+        Part of the frame may have been sent. The end of the connection tells the caller that no more follows.
+        """
+        if not isinstance(error, ConnectionError):
             logger.warning("worker %r: connection from %s closed, a reply failed: %r", self._me(), self, error)
-            self.close()
+        self.close()
 
     def send(self, frame: bytes) -> None:
         """Sends a frame that is not a reply. If that fails, closes the connection. Raises nothing."""
@@ -448,13 +474,14 @@ class ServerConnection:
         self.close()
 
     def dismiss(self, kind: str, why: str) -> None:
-        """Closes the connection of a stranger, and logs why.
+        """Closes the connection of a stranger, and logs `why`.
 
-        Only the first time for each address and kind is logged as a warning or information; later ones as debug
-        messages.
+        The first time for each address and `kind` is logged as a warning, or as information if `kind` is "left". Later
+        times are logged for debugging only.
 
         Args:
-            kind: A short name for the kind of reason. "left" means that the stranger is no reason for a warning.
+            kind: A short name for the kind of reason. "left" is for reasons that deserve no warning: the stranger has
+                left, or will connect again with TLS.
             why: The reason, for the log.
         """
         # An end that closes the connection itself may be a worker of the group that timed out: no reason to warn.
@@ -548,7 +575,8 @@ class PendingHandshakes:
     def __init__(self, limits: Limits) -> None:
         """Creates an empty collection.
 
-        `limits` has the largest number of connections, and the seconds for each handshake.
+        `limits.max_strangers` is the largest number of connections, `limits.proof_timeout` the seconds for each
+        handshake.
         """
         self._limits = limits
         self._until: dict[ServerConnection, float] = {}  # oldest first

@@ -84,7 +84,7 @@ class Leaver(Protocol):
     def everybody(self) -> list[tuple[WorkerInfo, bool]]:
         """Returns all workers of the group, sorted by id.
 
-        The second item is True if the worker has left or was lost.
+        Each comes with True if it has left or was lost, otherwise False.
         """
 
     def lost(self) -> list[str]:
@@ -191,9 +191,18 @@ def wait_until_idle(leaver: Leaver, deadline: float) -> None:
 def _wait_until_idle(
     leaver: Leaver, rendezvous: Rendezvous | None, prefix: str, deadline: float, occasion: Occasion = _SHUTDOWN
 ) -> None:
-    """Does what `wait_until_idle` does. With a `rendezvous`, warns only if all other workers wait for this one.
+    """Waits until this worker is idle. Logs a warning after some seconds.
 
-    `prefix` is the prefix of the keys in the store of workers that wait.
+    Args:
+        leaver: This worker.
+        rendezvous: If given, the warning is logged only when all other workers wait for this one. They are known by
+            their keys in the store of this rendezvous. None for a warning in any case.
+        prefix: The prefix of these keys; not used without a rendezvous.
+        deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
+        occasion: Why the workers wait, for messages.
+
+    Raises:
+        ShutdownError: The deadline has passed, or this worker was expelled.
     """
     pause = _FIRST_PAUSE
     never = threading.Event()
@@ -268,8 +277,9 @@ def _sum_call_counts(
 ) -> int:
     """Writes how many calls this worker has made into the store, waits for the numbers of all workers, and adds them.
 
-    Returns the sum. Raises `ShutdownError` if the deadline has passed, a worker was lost, the store failed, or this
-    worker was expelled. `deadline` is a time of the monotonic clock.
+    Returns the sum. The keys in the store are `prefix` and the id of a worker. `deadline` is a time of the monotonic
+    clock. Raises `ShutdownError` if the deadline has passed, a worker was lost, the store failed, or this worker was
+    expelled.
     """
     own = f"{prefix}{leaver.info.id}"
     try:
@@ -295,8 +305,9 @@ def _sum_call_counts(
 def _write_call_count(leaver: Leaver, rendezvous: Rendezvous, key: str, deadline: float, occasion: Occasion) -> None:
     """Writes how many calls this worker has made into the store, under `key`.
 
-    If the store does not answer, tries again until the deadline, a time of the monotonic clock: the host of the store
-    may be stopped for a while without being lost. Raises `RendezvousTimeoutError` after the deadline, and
+    If the store does not answer, tries again until `deadline`, a time of the monotonic clock: the host of the store may
+    be stopped for a while without being lost. A warning that this worker waits is logged once, with the function that
+    `occasion` names. Raises `RendezvousTimeoutError` if the store has not answered by the deadline, and
     `RendezvousError` if the store fails.
     """
     value = str(leaver.calls_started()).encode()

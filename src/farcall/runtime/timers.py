@@ -47,6 +47,8 @@ class Timers:
     def schedule(self, when: float, function: Callable[[], None]) -> None:
         """Schedules one call of `function` by the thread of this object. Takes no lock, so finalizers may call it.
 
+        Before `start`, the call waits for `start`. After `close`, `function` is never called.
+
         Args:
             when: When to call it, as a time of the monotonic clock. A time in the past means at once.
             function: The function. It must be quick and must not block. Errors that it raises are logged.
@@ -56,9 +58,9 @@ class Timers:
             self._gate.open()
 
     def close(self) -> None:
-        """Ends the thread and waits for it. Functions that are still scheduled are never called.
+        """Ends the thread and waits for its end. Functions that are still scheduled are never called.
 
-        May be called twice.
+        May be called twice. Does not wait if the thread was never started, or calls this itself.
         """
         self._is_closing = True
         self._gate.open()
@@ -84,6 +86,6 @@ class Timers:
             self._sleeps_until = 0.0
 
     def _take_added(self) -> None:
-        """Moves the entries that `schedule` has queued to the heap."""
+        """Moves the entries that `schedule` has queued to `_entries`, which is sorted by time. There may be none."""
         while self._added:
             heapq.heappush(self._entries, self._added.popleft())

@@ -66,20 +66,25 @@ and buffers. A message may always contain these; being here does not make a name
 def register_internal_function(function: Callable[..., Any]) -> None:
     """Allows other workers to call a function on every worker of this process, whatever its allow-list says.
 
-    For functions by which parts of farcall, such as `farcall.pytorch`, talk to themselves on other workers.
+    For functions by which parts of farcall, such as `farcall.pytorch`, talk to themselves on other workers. Registering
+    a function again has no effect.
 
     Args:
-        function: A function of a module. It must be harmless with any arguments.
+        function: A function of a module. It must be harmless with any arguments, which is not checked.
     """
     _INTERNAL_FUNCTIONS.add(f"{function.__module__}.{function.__qualname__}")
 
 
 class AllowList:
-    """The allow-list of one worker. It is also the `Guard` of the restricted unpickler.
+    """The allow-list of one worker: which functions others may call, and which types their messages may contain.
+
+    Each method named `check_...` returns None for what is allowed, and raises `NotAllowedError` for what is not.
+    Functions and classes marked by `farcall.exposed` and farcall's own functions are always allowed; in messages, so is
+    plain data. The restricted unpickler asks `check_name` and `check_found` about each name in a message.
 
     Args:
-        entries: Names such as `service.predict` and patterns such as `service.*`. Without entries, only what is always
-            allowed is allowed; see the module.
+        entries: Names such as `service.predict` and patterns such as `service.*`. A name stands for itself and
+            everything below it. Without entries, only what is always allowed is allowed. Entries are not checked.
         worker: The name of the worker, for error messages, which other workers receive; "this worker" if empty.
     """
 
@@ -95,6 +100,8 @@ class AllowList:
     def check_function(self, module: str, name: str) -> None:
         """Returns None if other workers may call the function, else raises `NotAllowedError`. Imports nothing.
 
+        A function is allowed if it is on the list, marked by `farcall.exposed`, or one of farcall's own.
+
         Args:
             module: The name of the function's module. It need not exist.
             name: The name of the function within the module, such as `predict` or `Model.step`.
@@ -104,16 +111,19 @@ class AllowList:
             raise NotAllowedError(self._refusal(f"calls of `{full}`"))
 
     def has(self, full: str) -> bool:
-        """Returns True if exactly the full name `full` is an entry, such as `service.predict`.
+        """Returns True if exactly the full name `full`, such as `service.predict`, is an entry of the list; else False.
 
-        Patterns that match it, and entries for its module or class, do not count.
+        Entries that allow it in other ways do not count: patterns, its module and its class. Returns False if `full` is
+        itself a pattern, such as `service.*`.
         """
         return full in self._names
 
     def check_listed(self, full: str) -> None:
         """Returns None if an entry of the list matches the full name `full`, else raises `NotAllowedError`.
 
-        It is for names that are not functions of a module, such as torch operators. `farcall.exposed` does not count.
+        An entry matches if it is that name, a beginning of it such as its module, or a pattern for it. If a part of the
+        name begins with an underscore, only an entry with exactly that name matches. This is for names that are not
+        functions of a module, such as torch operators. `farcall.exposed` does not count.
         """
         if not self._is_listed(full):
             raise NotAllowedError(
@@ -125,7 +135,7 @@ class AllowList:
 
         A method is allowed if its class or the method itself is on the list or marked by `farcall.exposed`. The list is
         searched for the class of `value`, not for its base classes. Private methods need an exact entry or a mark of
-        their own; `__call__` counts as public.
+        their own; `__call__` counts as public. Whether the method exists is not checked.
         """
         cls = type(value)
         full = f"{cls.__module__}.{cls.__qualname__}.{name}"
@@ -140,7 +150,7 @@ class AllowList:
         raise NotAllowedError(self._refusal(f"calls of `{full}`"))
 
     def check_by_value(self) -> None:
-        """Always raises `NotAllowedError`: for a function that is sent with its code, which has no name to check."""
+        """Raises `NotAllowedError`, always: for a function that is sent with its code, which has no name to check."""
         raise NotAllowedError(
             f"functions that are sent by value (lambdas, closures, partials, methods of an object) are not allowed on "
             f"{self._worker}, because its option allow has names only. Call a function of a module and pass its "
@@ -153,11 +163,12 @@ class AllowList:
     def check_name(self, module: str, name: str) -> None:
         """Returns None if a message may contain the name of this function or class, else raises `NotAllowedError`.
 
-        Imports nothing. `check_found` must follow when the object was looked up.
+        Allowed are plain data, names on the list, farcall's own functions and what `farcall.exposed` marks. Imports
+        nothing. `check_found` must follow when the object was looked up.
 
         Args:
-            module: The name of the module.
-            name: The name within the module.
+            module: The name of the module. It need not exist.
+            name: The name within the module, such as `Model` or `Model.step`.
         """
         full = f"{module}.{name}"
         if not (
@@ -169,7 +180,7 @@ class AllowList:
         """Returns None if the object found under an allowed name may be used, else raises `NotAllowedError`.
 
         The object must be a function or a class, and must also be allowed under the name of the place where it is
-        defined. An exact entry for its name makes up for both.
+        defined. An exact entry for its name lifts both conditions. Plain data and farcall's own functions always pass.
 
         Args:
             module: The name of the module in which it was looked up.
@@ -192,10 +203,11 @@ class AllowList:
             raise NotAllowedError(self._refusal(f"uses of `{home}` under the name `{full}`"))
 
     def _refusal(self, what: str) -> str:
-        """Returns the error message for something that is not allowed.
+        """Returns the error message for something that is not allowed, with what to do about it.
 
         Args:
-            what: What is not allowed, as a plural, for example "calls of `os.system`".
+            what: What is not allowed, as a plural, for example "calls of `os.system`". Unprintable characters are
+                escaped.
         """
         return (
             f"{quoted(what)} are not allowed on {self._worker}; add the name to the option allow there, or mark the "
@@ -205,13 +217,16 @@ class AllowList:
     # Names
 
     def _is_listed(self, full: str) -> bool:
-        """Returns True if the full name is an entry itself, or has no private part and matches an entry."""
+        """Returns True if the full name is an entry itself, or has no private part and matches an entry; else False.
+
+        A private part begins with an underscore. A leading `__main__` is not private.
+        """
         if full in self._names:
             return True
         return not any(part.startswith("_") for part in _below_module(full)) and self._matches(full)
 
     def _matches(self, full: str) -> bool:
-        """Returns True if a pattern matches the full name, or if the name or a beginning of it is an entry.
+        """Returns True if a pattern matches the full name, or if the name or a beginning of it is an entry; else False.
 
         A beginning is its class, its module or a package of it.
         """
@@ -226,7 +241,7 @@ class AllowList:
 
 
 def _below_module(full: str) -> list[str]:
-    """Returns the parts of a full name, without a leading `__main__`, which does not count as private."""
+    """Returns the parts of a full name between its dots, without a leading `__main__` or `__mp_main__`."""
     parts = full.split(".")
     return parts[1:] if parts[0] in ("__main__", "__mp_main__") else parts
 
@@ -234,9 +249,11 @@ def _below_module(full: str) -> list[str]:
 def _home(name: str, found: object) -> str:
     """Returns the full name of the place where an object is defined, which may not be where it was found.
 
+    A method of a builtin type counts as defined in that type.
+
     Args:
         name: The name under which it was found. It is used if the object does not know its own name.
-        found: The object.
+        found: The object, of any type.
     """
     module = getattr(found, "__module__", None)
     if not isinstance(module, str):
@@ -248,10 +265,10 @@ def _home(name: str, found: object) -> str:
 
 
 def _is_exposed(module: str, name: str) -> bool:
-    """Returns whether a loaded function or class of that name, or its class, is marked by `exposed`.
+    """Returns True if the function, method or class `name` of the module is marked by `farcall.exposed`; else False.
 
-    Looks only into the dictionaries of modules and classes: nothing is imported, and no code runs. Returns False if the
-    module is not loaded or has no such name.
+    The mark of a class also counts for its public methods. Looks only into the dictionaries of modules and classes:
+    nothing is imported, and no code runs. Returns False if the module is not loaded or has no such name.
     """
     found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
     for number, part in enumerate(name.split(".")):
@@ -264,7 +281,7 @@ def _is_exposed(module: str, name: str) -> bool:
 
 
 def _is_marked(target: Any) -> bool:
-    """Returns True if the function or class itself is marked by `exposed`; False for an object without attributes."""
+    """Returns True if the function or class itself is marked by `farcall.exposed`; False for all other objects."""
     function = getattr(target, "__func__", target) if isinstance(target, (staticmethod, classmethod)) else target
     try:
         return vars(function).get(EXPOSED) is True

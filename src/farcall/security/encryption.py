@@ -35,16 +35,18 @@ LIFETIME: Final = datetime.timedelta(days=30)
 class Encryption:
     """The TLS certificate and contexts of one worker. Its methods may be called by any thread.
 
-    Without arguments, the worker creates a key and a certificate for itself when a method is called for the first time.
+    Give all three files or none. Files are read and checked at once. Without files, the worker creates a key and a
+    certificate for itself when a method is called for the first time.
 
     Args:
         certificate: The path of a PEM file with this worker's certificate; None to create one.
-        key: The path of a PEM file with the certificate's private key, without a passphrase.
-        authority: The path of a PEM file with the certificate of the authority that signed those of all workers.
+        key: The path of a PEM file with the certificate's private key, without a passphrase; None to create one.
+        authority: The path of a PEM file with the certificate of the authority that has signed the certificates of all
+            workers; None if the worker creates its own certificate.
 
     Raises:
-        UsageError: One or two of the three are given; a file cannot be read or used; or other workers would refuse the
-            certificate.
+        UsageError: Only one or two of the files are given; a file cannot be read or used; or other workers would refuse
+            the certificate.
     """
 
     def __init__(self, certificate: str | None = None, key: str | None = None, authority: str | None = None) -> None:
@@ -61,26 +63,32 @@ class Encryption:
             check_own_certificate(certificate, authority, *self._contexts()[:2])
 
     def listening(self) -> ssl.SSLContext:
-        """Returns the TLS context for connections that this worker accepts."""
+        """Returns the TLS context for connections that this worker accepts; the same one in each call."""
         return self._contexts()[0]
 
     def connecting(self) -> ssl.SSLContext:
-        """Returns the TLS context for connections that this worker makes."""
+        """Returns the TLS context for connections that this worker makes; the same one in each call."""
         return self._contexts()[1]
 
     def fingerprint(self) -> bytes:
-        """Returns the SHA-256 of this worker's certificate in DER form, 32 bytes."""
+        """Returns the SHA-256 of this worker's certificate in DER form, 32 bytes; the same in each call."""
         return self._contexts()[2]
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
-        """Returns the two contexts and the fingerprint; creates them in the first call."""
+        """Returns the context for accepted connections, the one for made connections, and the fingerprint, 32 bytes.
+
+        Creates them in the first call, which raises `UsageError` if a given file cannot be used.
+        """
         with self._lock:
             if self._made is None:
                 self._made = self._make()
             return self._made
 
     def _make(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
-        """Creates the two contexts and the fingerprint. Raises `UsageError` if a given file cannot be used."""
+        """Creates the context for accepted connections, the one for made connections, and the fingerprint, 32 bytes.
+
+        The fingerprint is the SHA-256 of the certificate. Raises `UsageError` if a given file cannot be used.
+        """
         import ssl
 
         contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -115,8 +123,8 @@ def check_own_certificate(
     Returns None if the certificate is accepted.
 
     Args:
-        certificate: The path of the certificate, for the error message.
-        authority: The path of the authority's certificate, for the error message.
+        certificate: The path of the certificate, for the error message only.
+        authority: The path of the authority's certificate, for the error message only.
         listening: The context for connections that the worker accepts.
         connecting: The context for connections that the worker makes.
 
@@ -143,7 +151,10 @@ def check_own_certificate(
 
 
 def _load_files(context: ssl.SSLContext, certificate: str, key: str, authority: str) -> None:
-    """Loads a certificate, its key and the authority into a context. Raises `UsageError` naming an unusable file."""
+    """Loads a certificate, its key and the authority, all paths of PEM files, into a context.
+
+    Raises `UsageError`, which names the file, if one cannot be read or used, or if the key has a passphrase.
+    """
 
     def refuse_passphrase() -> NoReturn:
         # Without this callback OpenSSL would ask for the passphrase at the terminal, and block.
@@ -163,7 +174,7 @@ def _load_files(context: ssl.SSLContext, certificate: str, key: str, authority: 
 
 
 def _load_pem(context: ssl.SSLContext, pem: bytes) -> None:
-    """Loads a certificate and its key, as PEM, into a context. Raises `ssl.SSLError` if they are not valid.
+    """Loads a certificate and its key, as PEM, into a context. Raises `ssl.SSLError` if `pem` is empty or not valid.
 
     Python can load a key only from a file. This file is in memory and has no name, so the key is not written to a disk.
     """
@@ -176,7 +187,10 @@ def _load_pem(context: ssl.SSLContext, pem: bytes) -> None:
 
 
 def self_signed() -> tuple[bytes, bytes]:
-    """Returns a new key with its certificate as PEM, and the certificate alone as DER."""
+    """Returns a new key with its certificate as PEM, and the certificate alone as DER, both as bytes.
+
+    Each call creates another key. The certificate is valid for `LIFETIME` from now on.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.hashes import SHA256

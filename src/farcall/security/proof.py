@@ -61,6 +61,8 @@ def compute_proof(
 ) -> bytes:
     """Returns the proof with which one end of a connection shows that it knows the secret: 32 bytes.
 
+    It is an HMAC-SHA-256, keyed with the secret, of all other parameters. None of them is checked.
+
     Args:
         secret: The secret of the group.
         side: Which end sends the proof: `_CLIENT` for the end that connects, `_SERVER` for the end that listens.
@@ -75,14 +77,15 @@ def compute_proof(
 
 
 class EncryptionRequired(PeerRefusedError):
-    """The two ends of an unencrypted connection over loopback are in different network namespaces: it must use TLS."""
+    """Raised when an unencrypted connection over loopback joins two network namespaces: it must use TLS."""
 
 
 def refusal_for(error: ProtocolError) -> Refused:
-    """Returns the message with which a server refuses a client whose handshake failed with `error`.
+    """Returns the message with which a server refuses a client whose handshake failed with `error`. Does not send it.
 
-    For a wrong secret the message does not contain the text of the error, which says where this worker has its secret
-    from. For other errors it does.
+    For a wrong secret (`AuthenticationError`) the message does not contain the text of the error, which says where this
+    worker has its secret from. For other errors it does. For `EncryptionRequired` it asks the client to connect with
+    TLS.
     """
     if isinstance(error, EncryptionRequired):
         return Refused(str(error), encrypt=True)
@@ -92,10 +95,10 @@ def refusal_for(error: ProtocolError) -> Refused:
 
 
 class ClientHandshake:
-    """The handshake at the end that connects.
+    """The handshake at the end that connects, as a state machine without a connection.
 
     Send `hello`, pass each message that arrives to `take`, and send what `take` returns, until `outcome` is not None.
-    Then call `welcome`.
+    Then call `welcome`. The constructor checks nothing.
 
     Args:
         secret: The secret of the group.
@@ -120,7 +123,7 @@ class ClientHandshake:
         self._challenge: bytes | None = None
 
     def take(self, message: Greeting) -> Proof | None:
-        """Processes the next message of the other end.
+        """Processes the next message of the other end. A `Welcome` or a `Refused` is kept as `outcome`.
 
         Args:
             message: The message: a `Challenge`, then a `Proof`, then a `Welcome`. A `Refused` may come at any time.
@@ -162,10 +165,11 @@ class ClientHandshake:
         raise ProtocolError(f"{self._other} answered {self._last_sent()} with a {type(message).__name__}")
 
     def welcome(self) -> Welcome:
-        """Returns the `Welcome` message of the other end. Call it only when `outcome` is not None.
+        """Returns the `Welcome` message of the other end. Call it when `outcome` is not None.
 
         Raises:
             PeerRefusedError: The other end refused the connection; the message quotes its reason.
+            AssertionError: `outcome` is None.
         """
         if isinstance(self.outcome, Welcome):
             return self.outcome
@@ -180,15 +184,15 @@ class ClientHandshake:
         return compute_proof(self._secret, side, self._purpose, self._hello, challenge, self._binding)
 
     def _last_sent(self) -> str:
-        """Returns what this end sent last, for error messages: the hello, or its proof."""
+        """Returns what this end sent last, for error messages: "a hello" or "the proof of the secret"."""
         return "a hello" if self._challenge is None else "the proof of the secret"
 
 
 class ServerHandshake:
-    """The handshake at the end that listens.
+    """The handshake at the end that listens, as a state machine without a connection.
 
     Pass each message that arrives to `take`, and send what `take` returns, until `is_proven` is True. Then send a
-    `Welcome` or a `Refused`.
+    `Welcome` or a `Refused`. The constructor checks nothing.
 
     Args:
         secret: The secret of the group.
@@ -201,7 +205,7 @@ class ServerHandshake:
 
     Attributes:
         hello: What the other end says about itself; None until it has arrived. Do not trust it before `is_proven`.
-        is_proven: Whether the other end has proved that it knows the secret. Serve no other connections.
+        is_proven: Whether the other end has proved that it knows the secret. Answer no request while it is False.
     """
 
     def __init__(
@@ -231,10 +235,11 @@ class ServerHandshake:
             body: The same message as bytes, as it arrived. Proofs are computed over these bytes.
 
         Returns:
-            The message to send next: the `Challenge` after a `Hello`, this end's `Proof` after a `Proof`.
+            The message to send next: the `Challenge` after a `Hello`; after a `Proof` this end's `Proof`, and
+                `is_proven` is True.
 
         Raises:
-            AuthenticationError: The other end's proof is wrong, or it dialed another address than `address`.
+            AuthenticationError: The other end's proof is wrong, or it dialed another address than this end listens at.
             EncryptionRequired: The other end is in another network namespace and must connect again with TLS.
             ProtocolError: The message is not valid at this point of the handshake.
         """
@@ -265,5 +270,8 @@ class ServerHandshake:
         raise ProtocolError(f"it sent a {type(message).__name__} where {expected} was expected")
 
     def _proof(self, side: bytes) -> bytes:
-        """Returns the proof of the end `side` (`_CLIENT` or `_SERVER`) for this connection."""
+        """Returns the proof of the end `side` (`_CLIENT` or `_SERVER`) for this connection.
+
+        The `Hello` of the other end must have arrived, which is not checked.
+        """
         return compute_proof(self._secret, side, self._purpose, self._body, self._nonce, self._binding)

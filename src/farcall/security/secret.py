@@ -36,18 +36,19 @@ _ADVICE: Final = f"Make one with `python -c 'import secrets; print(secrets.token
 
 
 class Secret:
-    """The secret of a group.
+    """The secret of a group. Its `repr` does not show it, and it cannot be pickled or copied.
 
     Args:
         text: The secret, as text or as bytes. White space around it is removed.
-        source: Where the secret came from, for messages.
+        source: Where the secret came from, for messages, such as "the option secret".
 
     Attributes:
         key: The secret as bytes.
         source: Where the secret came from.
 
     Raises:
-        UsageError: The secret has less than `MIN_CHARACTERS` characters, or characters that cannot be encoded.
+        UsageError: The secret has less than `MIN_CHARACTERS` characters, or characters that cannot be encoded, or is
+            neither text nor bytes.
     """
 
     __slots__ = ("key", "source")
@@ -70,12 +71,12 @@ class Secret:
         return f"<Secret from {self.source}>"
 
     def __reduce__(self) -> NoReturn:
-        """Always raises `TypeError`: a secret must not be in a pickle, nor be copied."""
+        """Raises `TypeError`, always: a secret must not be in a pickle, nor be copied."""
         raise TypeError("a secret cannot be pickled or copied")
 
 
 def _length(key: bytes) -> int:
-    """Returns the number of characters if `key` is valid UTF-8, else the number of bytes."""
+    """Returns the number of characters if `key` is valid UTF-8, else the number of bytes; 0 for an empty key."""
     try:
         return len(key.decode())
     except UnicodeDecodeError:
@@ -85,11 +86,11 @@ def _length(key: bytes) -> int:
 def find_secret(chosen: str | None = None, environ: Mapping[str, str] = os.environ) -> Secret:
     """Returns the secret of this worker: the chosen one, else that of the environment, else that of this user's file.
 
-    The file is created with a random secret if it does not exist.
+    The file, whose path is `secret_path()`, is created with a random secret if it does not exist.
 
     Args:
-        chosen: The option `secret`; None if it is not set.
-        environ: The environment variables.
+        chosen: The option `secret`; None if it is not set. An empty one is too short.
+        environ: The environment variables: `FARCALL_SECRET`, and those that say where the file is.
 
     Raises:
         UsageError: The secret is too short; `FARCALL_SECRET` is set but empty; or the file cannot be read or created,
@@ -123,13 +124,13 @@ def find_secret(chosen: str | None = None, environ: Mapping[str, str] = os.envir
 
 
 def secret_path(environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the path of this user's secret file, whether it exists or not.
+    """Returns the path of this user's secret file, whether it exists or not. Never raises.
 
     The path is `farcall/secret` in the directory `XDG_STATE_HOME`, or in `~/.local/state` if that variable is not set
     or not an absolute path.
 
     Args:
-        environ: The environment variables.
+        environ: The environment variables. `HOME` says what `~` is; without it, the user database does.
     """
     state = environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):  # the XDG specification says to ignore a relative path
@@ -138,22 +139,28 @@ def secret_path(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _home(environ: Mapping[str, str]) -> str:
-    """Returns the home directory: `HOME`, or that of the user database if `HOME` is not set or empty."""
+    """Returns the home directory: `HOME`, or that of the user database if `HOME` is not set or empty.
+
+    Whether the directory exists is not checked.
+    """
     return environ.get("HOME") or os.path.expanduser("~")
 
 
 def _check_home(path: str, environ: Mapping[str, str]) -> None:
-    """Raises `FileNotFoundError` if `path` is below the home directory and the home directory does not exist."""
+    """Raises `FileNotFoundError` if `path` is below the home directory and the home directory does not exist.
+
+    Returns None otherwise. `environ` has the environment variables, of which `HOME` is used.
+    """
     home = os.path.abspath(_home(environ))
     if os.path.abspath(path).startswith(os.path.join(home, "")) and not os.path.isdir(home):
         raise FileNotFoundError(errno.ENOENT, f"the home directory {home} does not exist")
 
 
 def _read(path: str) -> bytes | None:
-    """Returns the content of the secret file, or None if it does not exist.
+    """Returns the content of the secret file, which may be empty, or None if the file does not exist.
 
     Raises `UsageError` if the file is not a regular file of this user that only this user can read and replace, or has
-    more than `_MAX_FILE_BYTES`; `OSError` if it cannot be opened.
+    more than `_MAX_FILE_BYTES`; `OSError` if it cannot be opened or read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -184,7 +191,10 @@ def _read(path: str) -> bytes | None:
 
 
 def _check_directory(directory: str) -> None:
-    """Raises `UsageError` if another user owns the directory of the secret file or may write to it."""
+    """Raises `UsageError` if another user owns the directory of the secret file or may write to it.
+
+    Raises `FileNotFoundError` if the directory does not exist.
+    """
     found = os.stat(directory)
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         advice = f"make this user its owner and `chmod 700 {directory}`"
@@ -192,7 +202,7 @@ def _check_directory(directory: str) -> None:
 
 
 def _unusable_error(path: str, what: str, advice: str) -> UsageError:
-    """Returns the error for a secret file or directory that must not be used.
+    """Returns the error for a secret file or directory that must not be used. Does not raise it.
 
     Args:
         path: The file or directory.
@@ -203,9 +213,10 @@ def _unusable_error(path: str, what: str, advice: str) -> UsageError:
 
 
 def _create(path: str) -> None:
-    """Creates the secret file with a random secret, unless another process creates it first.
+    """Creates the secret file with a random secret; does nothing if it exists or another process creates it first.
 
-    Raises `OSError` if it cannot be created, and `UsageError` if its directory is not safe.
+    Creates missing directories, too. Raises `OSError` if the file cannot be created, and `UsageError` if another user
+    owns its directory or may write to it.
     """
     directory = os.path.dirname(path)
     os.makedirs(os.path.dirname(directory), exist_ok=True)

@@ -70,7 +70,13 @@ _header_formats: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(
 
 
 class _RegisteredType:
-    """The functions for the array type of another package, once `register_array_type` has been called."""
+    """The functions for the array type of another package, such as torch's tensors; `register_array_type` sets both.
+
+    Attributes:
+        pack: Returns the payload and the buffers of an array, given the array and the first bytes of the payload; None
+            if the array must be pickled. Not set until a type is registered.
+        make: Converts a numpy array to the registered type; None if no type is registered.
+    """
 
     pack: Callable[[Any, bytes], Packed | None]
     make: Callable[[Any], Any] | None = None
@@ -80,13 +86,16 @@ _registered: Final = _RegisteredType()
 
 
 def register_array_type(kind: type, pack: Callable[[Any, bytes], Packed | None], make: Callable[[Any], Any]) -> None:
-    """Makes arrays of a type of another package serializable without pickle. A second call replaces the first type.
+    """Makes arrays of a type of another package serializable without pickle.
+
+    Only one set of functions is kept: a second call replaces those of the first. Nothing is checked.
 
     Args:
-        kind: The type.
-        pack: Packs an array. It gets the array and the start of the payload, and returns the payload (the start, the
-            header made by `pack_array_header`, and the contents unless they are a buffer) and the buffers. It returns
-            None for an array that must be pickled.
+        kind: The type. Subclasses are not affected.
+        pack: Called with an array and the first bytes of the payload. Returns the payload and the list of buffers, or
+            None for an array that must be pickled. The payload consists of these first bytes, the header made by
+            `pack_array_header`, and the contents of the array. Contents of `OUT_OF_BAND_MIN_BYTES` or more must be a
+            buffer instead.
         make: Converts a numpy array to the type. The result may use the memory of the numpy array.
 
     Raises:
@@ -102,9 +111,10 @@ def register_array_type(kind: type, pack: Callable[[Any, bytes], Packed | None],
 
 
 def dtype_code(name: str) -> int | None:
-    """Returns the code of a dtype, given numpy's name for it ("float32"); None if such arrays cannot be packed.
+    """Returns the code of a dtype, from 0 to 13, given numpy's name for it ("float32"); None if it cannot be packed.
 
-    Also returns None for every name until numpy has been detected.
+    Returns None for an unknown or empty name. Before numpy is set up (by `detect_numpy`, by `register_array_type`, or
+    by the first array that arrives), returns None for every name.
     """
     for code, dtype in enumerate(_numpy_dtypes):
         if dtype.name == name:
@@ -113,21 +123,24 @@ def dtype_code(name: str) -> int | None:
 
 
 def pack_array_header(code: int, shape: Sequence[int]) -> bytes | None:
-    """Returns the header of an array of the registered type; None if it has more dimensions than can be packed.
+    """Returns the bytes that describe an array of the registered type (dtype, shape); None for more than 8 dimensions.
+
+    The registered type is the one passed to `register_array_type`. Raises `struct.error` if a length is negative or not
+    an int. The code is not checked.
 
     Args:
-        code: The code of its dtype; see `dtype_code`.
-        shape: The lengths of its dimensions.
+        code: The code of its dtype, as `dtype_code` returned it.
+        shape: The lengths of its dimensions; empty for an array without dimensions.
     """
     count = len(shape)
     return _header_formats[count].pack(code | _REGISTERED, count, *shape) if count <= _MAX_DIMENSIONS else None
 
 
 def _registered_maker(code: int) -> Callable[[Any], Any]:
-    """Returns the function that converts a numpy array to the registered type.
+    """Returns the function that converts a numpy array to the registered type, given the first byte of a header.
 
-    Raises `ValueError` if no type is registered here, and for bools (code 0): a bool of the registered type must have
-    the value 0 or 1, which only the pickled form checks.
+    The lower six bits of `code` are the code of the dtype. Raises `ValueError` if no type is registered here, and for
+    bools (code 0): a bool of the registered type must have the value 0 or 1, which only the pickled form checks.
     """
     if _registered.make is None or not code & _DTYPE_CODE:
         raise ValueError("an array of a type arrived that is not registered on this worker")
@@ -135,16 +148,20 @@ def _registered_maker(code: int) -> Callable[[Any], Any]:
 
 
 def detect_numpy() -> None:
-    """Makes numpy arrays serializable without pickle if the program has imported numpy; otherwise does nothing."""
+    """Makes numpy arrays serializable without pickle if the program has imported numpy; otherwise does nothing.
+
+    May be called again, for example after the program has imported numpy. Imports nothing.
+    """
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and not ARRAYS:
         _set_up_numpy(numpy)
 
 
 def _view_as_array(memory: memoryview, dtype: Any) -> Any:
-    """Returns a one-dimensional numpy array of that dtype that uses `memory`.
+    """Returns a one-dimensional numpy array of the numpy dtype `dtype` that uses `memory`, without a copy.
 
-    Raises `ValueError` if the memory is empty, or its size is not a multiple of the size of an element.
+    Raises `ValueError` if the size of the memory is not a multiple of the size of an element. Empty memory gives an
+    empty array, or `ValueError` with older versions of numpy.
     """
     import numpy
 
@@ -152,7 +169,10 @@ def _view_as_array(memory: memoryview, dtype: Any) -> Any:
 
 
 def _set_up_numpy(numpy: Any) -> None:
-    """Fills the tables of this module from the imported module `numpy`, so that numpy arrays can be packed."""
+    """Fills the tables of this module from the imported module `numpy`, so that numpy arrays can be packed.
+
+    May be called again, with the same module.
+    """
     dtypes = [numpy.dtype(name) for name in _DTYPES]
     _dtype_codes.update({dtype: (dtype, code) for code, dtype in enumerate(dtypes)})
     _numpy_dtypes[:] = dtypes
@@ -163,8 +183,12 @@ def _set_up_numpy(numpy: Any) -> None:
 def pack_arguments(values: Sequence[Any]) -> Packed | None:
     """Returns the payload and the buffers of the arguments of a call; None if the arguments must be pickled.
 
+    They must be pickled if `pack_array` cannot pack one of them, if one array occurs twice, or if there are more than
+    `MAX_ARRAYS`.
+
     Args:
-        values: The arguments, at least one. The first must be of a type in `ARRAYS`.
+        values: The arguments, at least one. If there are several, those of types not in `ARRAYS` make the result None.
+            The type of a single argument is not checked: it must be in `ARRAYS`.
     """
     count = len(values)
     if count == 1:
@@ -194,9 +218,14 @@ SINGLE_ARRAY_START: Final = bytes((ARRAYS_MARK, 0))
 def pack_array(array: Any, start: bytes = SINGLE_ARRAY_START) -> Packed | None:
     """Returns the payload and the buffers of one array; None if the array must be pickled.
 
+    It must be pickled if it is not C-contiguous, has more than 8 dimensions, or a dtype other than numpy's own bools,
+    integers, floats and complex numbers in native byte order. Contents of less than `OUT_OF_BAND_MIN_BYTES` bytes are
+    in the payload; larger contents are in the list of buffers.
+
     Args:
-        array: An array of a type in `ARRAYS`.
-        start: The first bytes of the payload; by default those of a single array that is the value itself.
+        array: An array of a type in `ARRAYS`. The type is not checked.
+        start: The first bytes of the payload. The default marks a payload whose value is the array itself, not a tuple
+            of arguments.
     """
     if type(array) is not _ndarray[0]:
         return _registered.pack(array, start)
@@ -216,10 +245,11 @@ def pack_array(array: Any, start: bytes = SINGLE_ARRAY_START) -> Packed | None:
 
 
 def unpack_small_array(payload: bytes | bytearray | memoryview) -> Any:
-    """Returns the array of a payload with one small array, faster than `unpack_arrays` does. This is the usual case.
+    """Returns the array of a payload with one small, writable array; this is faster than `unpack_arrays`.
 
-    Returns None, and never raises, for any other payload: with several arrays, a large or read-only array, or invalid
-    contents, or in a `bytearray`. `unpack_arrays` then reads it or raises the error. Runs no code of users.
+    Returns None, and never raises, for any other payload: one that is empty, is a `bytearray`, has invalid contents, or
+    has several arrays or a large or read-only one. Pass such a payload to `unpack_arrays`, which returns its arrays or
+    raises the error. Runs no code of users.
     """
     try:
         at = 4 + 8 * payload[3]
@@ -248,11 +278,12 @@ def unpack_small_array(payload: bytes | bytearray | memoryview) -> Any:
 
 
 def unpack_arrays(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> Any:
-    """Returns the arrays of a payload that this module has written.
+    """Returns the arrays of a payload that `pack_arguments` or `pack_array` has written.
 
     Args:
-        payload: The payload.
-        buffers: The buffers that arrived with it, in order. Large arrays use their memory.
+        payload: The payload, not empty.
+        buffers: The buffers that arrived with it, in order; empty if all arrays are small. Large arrays use the memory
+            of the buffers, without a copy.
 
     Returns:
         A tuple of arrays for the arguments of a call; the array itself for a single value.

@@ -32,9 +32,9 @@ BUFFER_TYPES: Final = frozenset({bytes, bytearray, memoryview, array})
 
 
 def has_buffer(values: Iterable[Any]) -> bool:
-    """Returns whether any of the values is plain memory, of any size; False for no values.
+    """Returns True if any of the values is a `bytes`, `bytearray`, `memoryview` or `array.array`, of any size.
 
-    If none is, `wrap_buffers` has nothing to do. Runs for every call, so it must be fast.
+    Returns False if there is none, or no values. Subclasses do not count. Runs for every call, so it must be fast.
     """
     for value in values:  # noqa: SIM110 (any() would create a generator)
         if type(value) in BUFFER_TYPES:
@@ -45,9 +45,12 @@ def has_buffer(values: Iterable[Any]) -> bool:
 def wrap_buffers(arguments: Sequence[Any]) -> list[Any]:
     """Returns the arguments of a call with plain memory replaced by wrappers that pickle sends as buffers.
 
+    Plain memory is `bytes`, `bytearray`, `memoryview` and `array.array`. The receiver gets it back, without the
+    wrapper.
+
     Args:
         arguments: Two elements: the positional arguments (a tuple) and the keyword arguments (a dict). Both may be
-            empty.
+            empty. Another number of elements raises `ValueError`.
 
     Returns:
         A list of the two. Values that are not plain memory, and `bytes`, `bytearray` and `array` of less than
@@ -68,7 +71,11 @@ def wrap_buffers(arguments: Sequence[Any]) -> list[Any]:
 
 
 class _WrappedBuffer:
-    """Takes the place of plain memory while it is pickled. The receiver gets the plain memory, not the wrapper."""
+    """Takes the place of plain memory while it is pickled; the receiver gets the plain memory, not the wrapper.
+
+    Args:
+        value: A `bytes`, `bytearray`, `memoryview` or `array.array`. The type is not checked.
+    """
 
     __slots__ = ("_value",)
 
@@ -80,13 +87,16 @@ class _WrappedBuffer:
 
 
 def reduce_buffer(value: Any) -> tuple[Any, ...]:
-    """Returns what `__reduce__` returns for plain memory: a function that rebuilds it, and its arguments.
+    """Returns what `__reduce__` returns for plain memory: the function that rebuilds it, and a tuple of its arguments.
+
+    Empty memory is allowed.
 
     Args:
         value: A `bytes`, `bytearray`, `memoryview` or `array.array`. The type is not checked.
 
     Raises:
-        TypeError: `value` is a memoryview whose format the receiver could not rebuild.
+        TypeError: `value` is a memoryview whose format the receiver could not rebuild, such as one of a ctypes
+            structure.
     """
     if type(value) is memoryview:
         if value.format.removeprefix("@") not in _NATIVE_FORMATS:
@@ -101,7 +111,7 @@ def reduce_buffer(value: Any) -> tuple[Any, ...]:
 
 
 def rebuild_bytes(memory: Any) -> bytes:
-    """Returns the received memory as `bytes`, copied unless it is `bytes` already.
+    """Returns the received memory as `bytes`, copied unless it is `bytes` already; empty for empty memory.
 
     Raises `TypeError` if `memory` is not `bytes`, `bytearray` or a `memoryview`.
     """
@@ -109,10 +119,10 @@ def rebuild_bytes(memory: Any) -> bytes:
 
 
 def rebuild_bytearray(memory: Any) -> bytearray:
-    """Returns the received memory as a `bytearray`.
+    """Returns the received memory as a `bytearray`; empty for empty memory.
 
-    One that is a `bytearray` already is returned as it is, else it is copied. The message was received into it, and
-    nothing else uses it. Raises `TypeError` if `memory` is not `bytes`, `bytearray` or a `memoryview`.
+    A `bytearray` is returned as it is, because the message was received into it and nothing else uses it. `bytes` and a
+    `memoryview` are copied. Raises `TypeError` for any other type.
     """
     return memory if type(memory) is bytearray else bytearray(_view_memory(memory))
 
@@ -123,8 +133,8 @@ def rebuild_memoryview(memory: Any, form: str, shape: tuple[int, ...], readonly:
     Args:
         memory: The received memory: `bytes`, `bytearray` or a `memoryview`.
         form: The format of the items, as in `memoryview.format`.
-        shape: The shape; ignored if the memory is empty.
-        readonly: Whether the result is read-only.
+        shape: The shape; ignored if the memory is empty, which gives one dimension of length 0.
+        readonly: Whether the result is read-only. It is read-only in any case if `memory` is.
 
     Raises:
         TypeError: `memory` is of another type, or does not fit the format and shape.
@@ -137,10 +147,10 @@ def rebuild_memoryview(memory: Any, form: str, shape: tuple[int, ...], readonly:
 
 
 def rebuild_array(typecode: str, memory: Any) -> array[Any]:
-    """Returns the received memory as an `array.array` with that typecode, such as "d". The memory is copied.
+    """Returns a copy of the received memory as an `array.array` with that typecode, such as "d"; may be empty.
 
     Raises `TypeError` if `memory` is not `bytes`, `bytearray` or a `memoryview`, and `ValueError` if the typecode is
-    unknown or does not fit its size.
+    unknown or the size of the memory is not a multiple of the size of an item.
     """
     made: array[Any] = array(typecode)
     made.frombytes(_view_memory(memory))
@@ -148,9 +158,10 @@ def rebuild_array(typecode: str, memory: Any) -> array[Any]:
 
 
 def _view_memory(memory: Any) -> memoryview:
-    """Returns a memoryview of `bytes`, `bytearray` or a `memoryview`. Raises `TypeError` for anything else.
+    """Returns a memoryview of `bytes`, `bytearray` or a `memoryview`, which may be empty.
 
-    Other objects with the buffer protocol, such as arrays of Python objects, would reveal addresses of memory.
+    Raises `TypeError` for anything else. Other objects with the buffer protocol, such as arrays of Python objects,
+    would reveal addresses of memory.
     """
     if type(memory) not in (bytes, bytearray, memoryview):
         raise TypeError(f"a {type(memory).__name__} is not plain memory")

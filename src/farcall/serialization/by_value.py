@@ -40,12 +40,15 @@ def dumps_by_value(
 ) -> bytes:
     """Returns the pickle of a value, with functions and classes by value where pickle cannot send them by name.
 
+    Lambdas, closures, local classes, and all functions and classes of an interactive `__main__` are pickled by value.
+    None is pickled as any other value.
+
     Args:
         value: The value.
-        buffer_callback: Called with each buffer of the value, as in `pickle.dumps`: the buffer stays out of the pickle
-            if it returns a false value. None keeps all buffers in the pickle.
-        reducers: A table of reducers to use instead of `registry.REDUCERS`; None uses that table. Must raise `KeyError`
-            for a type without a reducer.
+        buffer_callback: Called with each buffer of the value. The buffer stays out of the pickle if it returns a false
+            value. None keeps all buffers in the pickle.
+        reducers: A table of reducers by type, to use instead of the registered ones; None uses the registered ones. A
+            type for which the table raises `KeyError` has no reducer.
 
     Raises:
         Exception: What pickle, cloudpickle or a reducer raises for a value that cannot be pickled, such as `TypeError`
@@ -59,11 +62,11 @@ def dumps_by_value(
 
 
 def make_code(version: str, *parts: Any) -> CodeType:
-    """Returns a code object. Pickles of functions by value call this where they are unpickled.
+    """Returns a code object; pickles of functions by value call this where they are unpickled.
 
     Args:
-        version: The `BYTECODE_VERSION` of the process that pickled the function.
-        parts: The arguments of `types.CodeType`.
+        version: The `BYTECODE_VERSION` of the process that pickled the function, such as "CPython 3.13".
+        parts: The arguments of `types.CodeType`, which raises `TypeError` or `ValueError` if they are wrong.
 
     Raises:
         SerializationError: This process runs another version of Python. The message names both versions.
@@ -78,13 +81,19 @@ def make_code(version: str, *parts: Any) -> CodeType:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle's pickler with the differences that the head of this module lists."""
+    """cloudpickle's pickler, with other rules for some objects.
+
+    Functions and classes of a script's `__main__` are sent by name, and a `memoryview` can be sent. An open text file
+    cannot be sent. Code objects carry the version of Python that compiled them, and registered reducers are used.
+
+    Attributes:
+        reducers: A table of reducers by type; None uses `registry.REDUCERS`, the registered ones.
+    """
 
     reducers: Mapping[type, Reducer] | None = None
-    """The table of reducers to use; None uses `registry.REDUCERS`."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Returns how to pickle `obj`, as `__reduce__` does, or `NotImplemented` to leave it to pickle.
+        """Returns how to pickle `obj`, in the form that `__reduce__` returns; `NotImplemented` leaves it to pickle.
 
         Raises `TypeError` for an open text file and a memoryview that cannot be rebuilt, and what a registered reducer
         raises.

@@ -45,14 +45,18 @@ _names: dict[bytes, tuple[str, attrgetter[Any]]] = {}
 
 
 def is_interactive() -> bool:
-    """Returns whether `__main__` has no file (a notebook, a prompt), so that no other worker has its functions."""
+    """Returns True if `__main__` has no file (a notebook, a prompt), so no other worker has its functions.
+
+    Returns False for a script.
+    """
     return not getattr(_modules["__main__"], "__file__", None)
 
 
 def leads_to(module: str, qualname: str, target: object) -> bool:
-    """Returns whether `qualname` in the loaded module `module` is exactly the object `target` now.
+    """Returns True if the dotted name `qualname` in the loaded module `module` is exactly the object `target` now.
 
-    Returns False if the module is not loaded or has no such name. Never raises, and imports nothing.
+    Returns False if it is another object, or if the module is not loaded or has no such name. Never raises, and imports
+    nothing.
     """
     try:
         return attrgetter(qualname)(_modules[module]) is target
@@ -63,8 +67,8 @@ def leads_to(module: str, qualname: str, target: object) -> bool:
 def encode_function(function: Callable[..., Any]) -> bytes | None:
     """Returns the encoded name of a function: its module, a zero byte and its dotted path in the module, in UTF-8.
 
-    Returns None if the function cannot be found by name on other workers, so that it must be sent by value. Never
-    raises.
+    Returns None if other workers cannot find the function by name (a lambda, a closure, a partial): it must be sent by
+    value. Also returns None for an object without a name, such as a number. Never raises.
     """
     known = _encoded.get(id(function))
     if known is not None:
@@ -79,6 +83,8 @@ def encode_function(function: Callable[..., Any]) -> bytes | None:
 
 def resolve_function(blob: bytes, worker: str = "") -> Any:
     """Returns the function with an encoded name; imports its module if necessary.
+
+    The name is looked up in each call, so a patched module takes effect. Whether the object is callable is not checked.
 
     Args:
         blob: The encoded name, as `encode_function` returned it: the module, a zero byte and the dotted path.
@@ -116,7 +122,10 @@ def callable_name(function: Any) -> str:
 
 
 def _name_function(function: Any) -> bytes | None:
-    """Returns the encoded name of a function that is not cached, and caches it; None if it cannot be sent by name."""
+    """Returns the encoded name of a function that is not cached, and caches it; None if it cannot be sent by name.
+
+    The encoded name is the module, a zero byte and the dotted path in the module, in UTF-8. Never raises.
+    """
     try:
         module, qualname = function.__module__, function.__qualname__
         if "<" in qualname:  # <lambda> or <locals>; decided early, because such functions are sent often
@@ -139,8 +148,9 @@ def _name_function(function: Any) -> bytes | None:
 def _find_function(blob: bytes, worker: str) -> Any:
     """Returns the function with an encoded name that is not cached, and caches the name.
 
-    Imports the module of the function if necessary. Raises `SerializationError` if the name is not valid, the module
-    cannot be imported, or it has no such function. `worker` is the name of this worker, for the message.
+    `blob` is the encoded name: the module, a zero byte and the dotted path in the module, in UTF-8. Imports the module
+    if necessary. Raises `SerializationError` if the name is not valid, the module cannot be imported, or it has no such
+    function. `worker` is the name of this worker, for the message; empty if unknown.
     """
     worker = f"worker {worker!r}" if worker else "this worker"
     try:
@@ -178,9 +188,10 @@ def _find_function(blob: bytes, worker: str) -> Any:
 
 
 def _is_the_script(module: str) -> bool:
-    """Returns whether a module of that name would be loaded from the file that runs as `__main__`.
+    """Returns True if a module of that name would be loaded from the file that runs as `__main__`; else False.
 
-    Returns False if there is no such module, or `__main__` has no file.
+    Returns False if there is no such module, or `__main__` has no file. If the program was started with `python -m`,
+    only compares `module` with the full name of the module that runs.
     """
     main = _modules["__main__"]
     spec = getattr(main, "__spec__", None)

@@ -95,7 +95,11 @@ _encode_short: Final = msgspec.msgpack.Encoder().encode
 _decode_short: Final = msgspec.msgpack.Decoder(_ShortFailure).decode
 
 Value: TypeAlias = tuple[Any, ...]
-"""An argument or attribute of an exception in a recipe, in one of the three forms above."""
+"""An argument or attribute of an exception in a recipe, in one of three forms.
+
+It is (_PLAIN, the value), (_PICKLED, its pickle, its text in case it cannot be unpickled) or (_EXCEPTION, the index of
+its node).
+"""
 Loader: TypeAlias = Callable[[Buffer], Any]
 """A function that unpickles, such as `loads` or `loads_restricted`."""
 
@@ -104,38 +108,53 @@ _repr.maxstring = _repr.maxother = 300
 
 
 class _State(NamedTuple):
-    """The state of an exception, which is everything but its class."""
+    """The state of an exception in a payload: everything but its class.
+
+    A `Value` is one argument or attribute. It is a tuple: `(_PLAIN, value)`, `(_PICKLED, pickle, text)`, or
+    `_EXCEPTION` and the index of a node.
+
+    Attributes:
+        args: The `args` of the exception; empty for an exception group, whose arguments are sent separately.
+        slots: The attributes outside `__dict__` that are set: of `__slots__`, and of builtin exceptions, such as
+            `errno`.
+        attributes: The contents of `__dict__`, without `__notes__`.
+    """
 
     args: list[Value]
-    """The `args` of the exception."""
     slots: dict[str, Value]
-    """Attributes outside `__dict__`: those of `__slots__`, and those of builtin exceptions, such as `OSError.errno`."""
     attributes: dict[str, Value]
-    """The contents of `__dict__`."""
 
 
 class _Node(NamedTuple):
-    """One exception in the payload. Nodes refer to each other by their indexes; the raised exception has index 0."""
+    """One exception in the payload of a failure, which is a list of nodes.
+
+    Nodes refer to each other by their indexes in the list; the raised exception has index 0.
+
+    Attributes:
+        type_name: The full name of the class, such as "json.decoder.JSONDecodeError".
+        message: The text of the exception.
+        notes: The notes of the exception, and the remote traceback as one more; may be empty.
+        recipe: How to rebuild the exception; None if only the text is sent. It is ("bare", pickled class, state),
+            ("whole", pickle), or for an exception group ("group", pickled class, state, message, indexes of the
+            members).
+        cause: The index of the node of `__cause__`; None if there is none.
+        context: The index of the node of `__context__`; None if there is none.
+        suppress_context: The value of `__suppress_context__`.
+    """
 
     type_name: str
-    """The full name of the class."""
     message: str
-    """The text of the exception."""
     notes: list[str]
-    """The notes of the exception, and as the last one the remote traceback."""
     recipe: tuple[Any, ...] | None
-    """("bare", pickled class, state), ("group", pickled class, state, message, indexes of the members), ("whole",
-    pickle), or None."""
     cause: int | None
-    """The index of `__cause__`, if there is one."""
     context: int | None
-    """The index of `__context__`, if there is one."""
     suppress_context: bool
-    """The value of `__suppress_context__`."""
 
 
 def encode_failure(error: BaseException, worker: str, function: str) -> bytes:
     """Returns the payload of an exception that a remote function has raised. Never raises.
+
+    What cannot be pickled of the exception is sent as text.
 
     Args:
         error: The exception. It is not changed.
@@ -152,9 +171,10 @@ def encode_failure(error: BaseException, worker: str, function: str) -> bytes:
 
 
 def _encode_short_failure(worker: str, function: str, nodes: list[_Node]) -> bytes | None:
-    """Returns the payload of a failure in the short form.
+    """Returns the payload of a failure in the short form, which needs no pickle; None if it does not fit.
 
-    Returns None if the failure has more than one exception, attributes, or arguments that are not text.
+    `nodes` has a `_Node` for each exception, at least one. The short form holds one exception without attributes, whose
+    arguments are all texts, and which can be rebuilt from its class. Never raises.
     """
     type_name, message, notes, recipe, cause, context, suppress = nodes[0]
     if len(nodes) > 1 or cause is not None or context is not None or recipe is None or recipe[0] != "bare":
@@ -170,7 +190,9 @@ def _encode_short_failure(worker: str, function: str, nodes: list[_Node]) -> byt
 
 
 def encode_failure_text(type_name: str, message: str, worker: str, function: str) -> bytes:
-    """Returns the payload of a failure that has only text. `decode_failure` returns a `RemoteError` for it.
+    """Returns the payload of a failure that has only text, from which `decode_failure` makes a `RemoteError`.
+
+    Any of the texts may be empty.
 
     Args:
         type_name: The name of the type of the error.
@@ -182,14 +204,15 @@ def encode_failure_text(type_name: str, message: str, worker: str, function: str
 
 
 def decode_failure(payload: Buffer, load: Loader | None = None) -> BaseException:
-    """Returns the exception of a failure, or a `RemoteError` if it cannot be rebuilt or the payload is invalid.
+    """Returns the exception of a failure; a `RemoteError` if it cannot be rebuilt, or the payload is invalid or empty.
 
     Raises nothing itself; what a signal handler raises meanwhile passes through.
 
     Args:
         payload: What `encode_failure` or `encode_failure_text` returned.
-        load: Unpickles the parts that need classes of the user. None trusts the sender and uses `loads`; with a
-            function, the rules for untrusted senders apply.
+        load: Unpickles the parts that need classes of the user. None trusts the sender and uses `loads`. Give a
+            function if the sender is not trusted. Then an exception that is not an `Exception`, such as `SystemExit`,
+            or that is not safe to print, becomes a `RemoteError`.
     """
     try:
         worker, function, nodes = _read(payload)
@@ -206,9 +229,10 @@ def decode_failure(payload: Buffer, load: Loader | None = None) -> BaseException
 
 
 def describe_failure(payload: Buffer) -> str:
-    """Returns the type and message of a failure as text, without rebuilding the exception. Never raises.
+    """Returns the type and message of a failure as text, "ValueError: no such file", without rebuilding the exception.
 
-    Runs no code that the payload names. For an invalid payload the text says that it cannot be read.
+    Runs no code that the payload names. For an invalid or empty payload the text says that it cannot be read. Never
+    raises.
     """
     try:
         _, _, nodes = _read(payload)
@@ -218,9 +242,10 @@ def describe_failure(payload: Buffer) -> str:
 
 
 def _read(payload: Buffer) -> tuple[str, str, list[_Node]]:
-    """Returns the worker, the function and the checked nodes of a payload.
+    """Returns the name of the worker, the name of the function and the checked nodes of the payload of a failure.
 
-    Raises `TypeError`, `ValueError` and other exceptions if the payload is not a valid failure.
+    A node describes one exception; there is at least one. Raises `TypeError`, `ValueError`, `NotAllowedError`,
+    `IndexError` (an empty payload) or another exception if the payload is not a valid failure.
     """
     if payload[0] == _SHORT_MARK:
         worker, function, type_name, message, notes, suppress, cls, texts = _decode_short(memoryview(payload)[1:])
@@ -239,13 +264,13 @@ def _read(payload: Buffer) -> tuple[str, str, list[_Node]]:
 
 
 class _Allowance:
-    """How much work a payload may still cause.
+    """How much work the payload of a failure may still cause.
 
-    A pickle contains an object that is used twice only once, but each use is checked, unpickled or copied. So a short
-    payload could otherwise cause work and memory without limit.
+    A pickle contains each object once, even if it is used many times. But each use is checked, unpickled or copied. So
+    without a limit, a short payload could cause any amount of work and memory.
 
     Args:
-        length: The length of the payload in bytes.
+        length: The length of the payload in bytes. A longer payload may cause more work.
     """
 
     __slots__ = ("_copied", "_used")
@@ -255,22 +280,31 @@ class _Allowance:
         self._copied = 8 * length + _MAX_REPEATED_TEXT
 
     def use(self, count: int) -> None:
-        """Counts the use of values, or of bytes of inner pickles. Raises `ValueError` when there are too many."""
+        """Counts `count` more uses of values, or bytes of inner pickles; 0 changes nothing.
+
+        Raises `ValueError` when the total exceeds the sum of `_MAX_REPEATED` and the bytes of the payload.
+        """
         self._used -= count
         if self._used < 0:
             raise ValueError("a failure uses the same values again and again")
 
     def copy(self, characters: int) -> None:
-        """Counts characters of text that are copied. Raises `ValueError` when there are too many."""
+        """Counts characters of text that are copied; 0 changes nothing.
+
+        Raises `ValueError` when the total exceeds the sum of `_MAX_REPEATED_TEXT` and eight times the bytes of the
+        payload.
+        """
         self._copied -= characters
         if self._copied < 0:
             raise ValueError("a failure uses the same texts again and again")
 
 
 def _check_node(node: _Node, nodes: list[_Node], allowance: _Allowance) -> None:
-    """Returns if a received node is valid: its fields have the right types, and its indexes exist in `nodes`.
+    """Raises an exception if a received node, which describes one exception, is not valid; else returns None.
 
-    Raises `TypeError`, `ValueError` or another exception if not, or if it uses up the allowance.
+    Its fields must have the right types, and its indexes must exist in `nodes`. Its texts and values are counted in
+    `allowance`, which limits the work that a payload may cause. Raises `ValueError` if the allowance is used up, and
+    `TypeError`, `ValueError`, `KeyError` or `IndexError` if the node is not valid.
     """
     type_name, message, notes, recipe, cause, context, suppress = node
     _check_types((type_name, str), (message, str), (notes, list), (suppress, bool))
@@ -285,9 +319,11 @@ def _check_node(node: _Node, nodes: list[_Node], allowance: _Allowance) -> None:
 
 
 def _check_recipe(recipe: Any, nodes: list[_Node], allowance: _Allowance) -> None:
-    """Returns if a received recipe is valid: of a known kind, with parts of the right types and existing indexes.
+    """Raises an exception if a recipe, which says how to rebuild an exception, is not valid; else returns None.
 
-    Raises `TypeError`, `ValueError` or another exception if not, or if it uses up the allowance.
+    A received recipe must be a tuple of a known kind, with parts of the right types and with indexes that exist in
+    `nodes`. Its values are counted in `allowance`, which limits the work that a payload may cause. Raises `ValueError`
+    if the allowance is used up, and `TypeError`, `ValueError`, `KeyError` or `IndexError` if the recipe is not valid.
     """
     _check_types((recipe, tuple), (recipe[0], str), (recipe[1], bytes))
     kind = recipe[0]
@@ -312,20 +348,26 @@ def _check_recipe(recipe: Any, nodes: list[_Node], allowance: _Allowance) -> Non
 
 
 def _check_types(*expected: tuple[Any, type]) -> None:
-    """Raises `TypeError` if a value is not exactly of the type that it is paired with. Subclasses do not count."""
+    """Raises `TypeError` if a value is not exactly of the type that it is paired with; subclasses do not count.
+
+    Does nothing without pairs.
+    """
     for value, kind in expected:
         if type(value) is not kind:
             raise TypeError(f"a failure has a {type(value).__name__} where a {kind.__name__} is expected")
 
 
 def _check_index(index: Any, nodes: list[_Node]) -> None:
-    """Raises `ValueError` if `index` is not an int from 0 to the number of nodes minus one."""
+    """Returns None if `index` is an int from 0 to the number of nodes minus one, else raises `ValueError`."""
     if type(index) is not int or not 0 <= index < len(nodes):
         raise ValueError("a failure refers to an exception that it does not contain")
 
 
 def _check_value(value: Any, nodes: list[_Node]) -> None:
-    """Raises `TypeError` or `ValueError` if a received value is in none of the three forms of a `Value`."""
+    """Raises `TypeError`, `ValueError` or `IndexError` if a received argument or attribute is not in a valid form.
+
+    The forms are `(_PLAIN, value)`, `(_PICKLED, pickle, text)` and `(_EXCEPTION, index of a node in nodes)`.
+    """
     _check_types((value, tuple))
     kind, held, *text = value
     if kind == _EXCEPTION:
@@ -337,11 +379,13 @@ def _check_value(value: Any, nodes: list[_Node]) -> None:
 
 
 class _Encoder:
-    """Turns an exception, and all exceptions that it is connected with, into nodes. Used for one payload.
+    """Turns an exception, and all exceptions that it is connected with, into nodes. Use it for one payload.
+
+    A node describes one exception: its text, and how to rebuild it. Call `encode` once.
 
     Args:
-        worker: The name of the worker that ran the function.
-        function: The name of the function.
+        worker: The name of the worker that ran the function, for the notes.
+        function: The name of the function, for the notes.
     """
 
     def __init__(self, worker: str, function: str) -> None:
@@ -351,9 +395,11 @@ class _Encoder:
         self._found: list[BaseException] = []
 
     def encode(self, error: BaseException) -> list[_Node]:
-        """Returns the nodes of an exception and of all that it is connected with, its own first.
+        """Returns the nodes of an exception and of all exceptions that it is connected with, its own first.
 
-        A node that cannot be made has only the text of its exception.
+        An exception is connected with its cause and its context, with the members of an exception group, and with
+        exceptions in its arguments and attributes. There are at most `_MAX_EXCEPTIONS` nodes. A node that cannot be
+        made has only the text of its exception. Never raises.
         """
         self._index_of(error)
         nodes: list[_Node] = []
@@ -366,7 +412,7 @@ class _Encoder:
         return nodes
 
     def _index_of(self, error: Any) -> int | None:
-        """Returns the index of an exception's node, and reserves one for a new exception.
+        """Returns the index that an exception has in the list of nodes, and reserves the next one for a new exception.
 
         Returns None if `error` is not an exception, or the payload has `_MAX_EXCEPTIONS` already.
         """
@@ -381,7 +427,8 @@ class _Encoder:
     def _node(self, error: BaseException) -> _Node:
         """Returns the node of one exception: its text, its notes with the remote traceback, its recipe and its causes.
 
-        Reserves nodes for the exceptions that it refers to. May raise what the exception's class raises.
+        The recipe says how to rebuild it. Reserves nodes for the exceptions that it refers to. May raise what the
+        exception's class raises.
         """
         notes = _own_notes(error)
         frames = format_frames(_TRACEBACK.__get__(error))
@@ -398,7 +445,10 @@ class _Encoder:
         )
 
     def _recipe(self, error: BaseException, notes: list[str]) -> tuple[Any, ...] | None:
-        """Returns the first recipe that works for an exception; None if none does. May add a note about its members."""
+        """Returns how to rebuild an exception: the first recipe that works, as a tuple; None if none does.
+
+        Adds a note to `notes` if members of an exception group are left out. Never raises.
+        """
         cls = type(error)
         attempts = [self._split, self._whole]
         if _defines_pickling(cls):
@@ -411,19 +461,21 @@ class _Encoder:
         return None
 
     def _whole(self, error: BaseException, notes: list[str]) -> tuple[Any, ...]:
-        """Returns the recipe "whole": a pickle of the exception. Leaves `notes` alone.
+        """Returns the recipe ("whole", pickle of the exception). Leaves `notes` alone.
 
-        Raises what pickle raises if it cannot be pickled, and `TypeError` if unpickling it gives another type.
+        Raises what pickle raises if it cannot be pickled or unpickled, and `TypeError` if unpickling it gives another
+        type.
         """
         payload = dumps_inline(error)
         _check(type(loads(payload)) is type(error))
         return "whole", payload
 
     def _split(self, error: BaseException, notes: list[str]) -> tuple[Any, ...]:
-        """Returns the recipe "bare", or "group" for an exception group.
+        """Returns a recipe of class and state: ("bare", pickled class, state).
 
-        Adds a note to `notes` if not all members of a group fit into the payload. Raises what pickle raises if the
-        class cannot be pickled, and `TypeError` if an instance cannot be created without its constructor.
+        For an exception group it is ("group", pickled class, state, message, indexes of the members). Adds a note to
+        `notes` if not all members of the exception group fit into the payload. Raises what pickle raises if the class
+        cannot be pickled, and `TypeError` if an instance cannot be created without its constructor.
         """
         cls = type(error)
         class_payload = dumps_inline(cls)
@@ -441,9 +493,10 @@ class _Encoder:
         return "group", class_payload, tuple(self._state(error, [])), _text(_MESSAGE.__get__(error)), indexes
 
     def _state(self, error: BaseException, args: list[Value]) -> _State:
-        """Returns the state of an exception: `args` as given, and its other attributes in the form of a `Value`.
+        """Returns the state of an exception: `args` as given, and its slots and attributes as `Value`s.
 
-        An attribute that cannot be pickled is replaced by its repr.
+        The dicts of slots and attributes are empty if the exception has none. An attribute that cannot be pickled is
+        replaced by its repr. `__notes__` is left out.
         """
         slots = {name: self._value(value) for name, value in _slots(error)}
         attributes = {
@@ -454,7 +507,12 @@ class _Encoder:
         return _State(args, slots, attributes)
 
     def _value(self, value: Any) -> Value:
-        """Returns an argument or attribute as it stands in a recipe; its repr as text if it cannot be pickled."""
+        """Returns an argument or attribute in the form in which it is sent.
+
+        The form is `(_PLAIN, value)` for None, numbers, str and bytes, `(_EXCEPTION, index of its node)` for an
+        exception that gets a node, and `(_PICKLED, pickle, repr)` for other values. If a value cannot be pickled or
+        unpickled, it is `(_PLAIN, repr)`. Never raises.
+        """
         if type(value) in _PLAIN_TYPES:
             return _PLAIN, value
         index = self._index_of(value)
@@ -472,13 +530,14 @@ class _Encoder:
 def _rebuild(worker: str, function: str, nodes: list[_Node], load: Loader | None) -> BaseException:
     """Returns the exception that checked nodes describe, with its causes and contexts.
 
-    An exception that cannot be rebuilt becomes a `RemoteError`; the others are not affected. Raises `ValueError` for
-    cyclic groups.
+    An exception that cannot be rebuilt becomes a `RemoteError`; the others are not affected. If `load` is given, the
+    raised exception also becomes a `RemoteError` if it is not an `Exception`, or if printing it is not safe. Raises
+    `ValueError` if exception groups contain each other.
 
     Args:
         worker: The name of the worker that raised it.
         function: The name of the function that was called.
-        nodes: The nodes, that of the raised exception first.
+        nodes: The nodes, one for each exception, that of the raised exception first; not empty.
         load: Unpickles the parts that need classes of the user; None trusts the sender and uses `loads`.
     """
     built: dict[int, BaseException] = {}
@@ -518,9 +577,10 @@ def _rebuild(worker: str, function: str, nodes: list[_Node], load: Loader | None
 
 
 def _members_first(nodes: list[_Node]) -> Iterator[int]:
-    """Yields the indexes of all nodes, those of a group's members before the group itself.
+    """Yields the indexes of all nodes; members of an exception group come before the exception group itself.
 
-    Raises `ValueError` if groups contain each other, or if printing a group would print more than `MAX_MEMBERS`.
+    Yields nothing for no nodes. Raises `ValueError` if exception groups contain each other, or if printing one would
+    print more than `MAX_MEMBERS` exceptions.
     """
     printed: dict[int, int] = {}  # for an index: how many exceptions are printed for it
     for first in range(len(nodes)):
@@ -549,7 +609,10 @@ def _members_first(nodes: list[_Node]) -> Iterator[int]:
 
 
 def _without_cycles(nodes: list[_Node]) -> list[_Node]:
-    """Returns copies of the nodes in which causes and contexts that close a cycle are None."""
+    """Returns copies of the nodes in which causes and contexts that close a cycle are None.
+
+    Returns equal nodes if there is no cycle. The given nodes are not changed.
+    """
     found = list(nodes)
     done: set[int] = set()
     for first in range(len(nodes)):
@@ -574,15 +637,17 @@ def _without_cycles(nodes: list[_Node]) -> list[_Node]:
 
 
 def _create(node: _Node, built: dict[int, BaseException], load: Loader) -> BaseException:
-    """Returns the exception of a node, without its state unless its recipe is "whole".
+    """Returns the exception of a node, without its args and attributes unless its recipe is "whole".
 
     Args:
-        node: The node.
-        built: The exceptions that exist already, by their indexes; the members of a group are among them.
+        node: The node, which describes one exception.
+        built: The exceptions that exist already, by the indexes of their nodes. If the node is an exception group, its
+            members must be among them.
         load: Unpickles the class or the whole exception.
 
     Raises:
-        Exception: The exception cannot be rebuilt here.
+        Exception: The exception cannot be rebuilt here: `TypeError` if the node has no recipe or gives no exception, or
+            what `load` raises.
     """
     if node.recipe is None:
         raise TypeError("it could not be pickled")
@@ -602,6 +667,7 @@ def _new_without_init(cls: type) -> Any:
     """Returns an instance of an exception class, without running a `__new__` or `__init__` of the user.
 
     Uses `__new__` of the nearest builtin class along `__base__`, not the MRO, because `__base__` decides the layout.
+    That `cls` is an exception class is not checked.
     """
     base: Any = cls
     while base.__flags__ & _HEAP_TYPE:
@@ -610,14 +676,14 @@ def _new_without_init(cls: type) -> Any:
 
 
 def _fill(error: BaseException, kind: str, state: _State, built: dict[int, BaseException], load: Loader) -> None:
-    """Sets the state of a new exception. A slot that cannot be set is skipped.
+    """Sets the state (args and attributes) of a new exception. A slot that cannot be set is skipped.
 
     Args:
         error: The exception.
-        kind: Its recipe, "bare" or "group". A group's args are set already.
+        kind: The kind of its recipe: "bare", or "group" for an exception group, whose args are set already.
         state: The state.
-        built: All exceptions of the payload, by their indexes.
-        load: Unpickles values.
+        built: All exceptions of the payload, by the indexes of their nodes.
+        load: Unpickles values. A value that it cannot unpickle is replaced by its text.
     """
     if kind == "bare":
         _ARGS.__set__(error, tuple(_unpack(value, built, load) for value in state.args))
@@ -635,7 +701,8 @@ def _fill(error: BaseException, kind: str, state: _State, built: dict[int, BaseE
 def _settable(error: BaseException, state: _State, trusted: bool) -> _State:
     """Returns the state without the attributes that must not be set on `error`, because the interpreter would use them.
 
-    If the sender is not `trusted`, also without names like `__this__` and names that would hide methods.
+    If the sender is not `trusted`, also without names like `__this__` and names that would hide methods. `args` is
+    kept.
     """
 
     def is_settable(name: str) -> bool:
@@ -651,7 +718,12 @@ def _settable(error: BaseException, state: _State, trusted: bool) -> _State:
 
 
 def _unpack(value: Value, built: dict[int, BaseException], load: Loader) -> Any:
-    """Returns the argument or attribute that stands in a recipe; its text if it cannot be unpickled."""
+    """Returns the argument or attribute that `value` stands for; its text if it cannot be unpickled.
+
+    `value` is `(_PLAIN, value)`, `(_PICKLED, pickle, text)` or `(_EXCEPTION, index of a node)`, already checked.
+    `built` has the exceptions by the indexes of their nodes, and `load` unpickles. Raises only what a signal handler
+    raises.
+    """
     if value[0] == _PLAIN:
         return value[1]
     if value[0] == _EXCEPTION:
@@ -665,7 +737,11 @@ def _unpack(value: Value, built: dict[int, BaseException], load: Loader) -> Any:
 
 
 def _remote_error(node: _Node, worker: str, function: str, reason: BaseException) -> RemoteError:
-    """Returns the `RemoteError` that takes the place of an exception; `reason` is why it cannot be rebuilt."""
+    """Returns the `RemoteError` that takes the place of an exception that cannot be rebuilt.
+
+    Its text names the worker, the function, and the type and message of the exception. `reason` is why it cannot be
+    rebuilt.
+    """
     traceback = "\n".join(node.notes).strip("\n")
     return RemoteError(
         f"worker {worker!r} raised {node.type_name} in `{function}`: {node.message}\n"
@@ -677,14 +753,20 @@ def _remote_error(node: _Node, worker: str, function: str, reason: BaseException
 
 
 def _defines_pickling(cls: Any) -> bool:
-    """Returns whether an exception class, or a base class of the user, defines how it is pickled."""
+    """Returns True if an exception class, or a base class of the user, defines how it is pickled; else False.
+
+    It does so by a method such as `__reduce__` or by `copyreg`.
+    """
     if cls in copyreg.dispatch_table:
         return True
     return any(not _PICKLING_METHODS.isdisjoint(vars(base)) for base in cls.__mro__ if base.__flags__ & _HEAP_TYPE)
 
 
 def _slots(error: BaseException) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of the attributes of an exception that are outside `__dict__` and set."""
+    """Yields the names and values of the attributes of an exception that are outside `__dict__` and set.
+
+    Yields nothing if there are none. Attributes of builtin exceptions that are None count as not set.
+    """
     for cls in type(error).__mro__:
         if cls is BaseException or cls is object:
             continue
@@ -715,7 +797,7 @@ def _own_notes(error: BaseException) -> list[str]:
 
 
 def _text_node(error: BaseException) -> _Node:
-    """Returns a node with only the type and the text of an exception. Never raises."""
+    """Returns a node, the description of one exception, with only its type and its text. Never raises."""
     return _Node(class_name(type(error)), _text(error), [], None, None, None, False)
 
 
@@ -729,7 +811,7 @@ def _text(value: object) -> str:
 
 
 def _short_repr(value: object) -> str:
-    """Returns a short repr of a value; a text with its type if that fails. Never raises."""
+    """Returns the repr of a value, cut to about 300 characters; a text with its type if that fails. Never raises."""
     try:
         return str.__str__(_repr.repr(value))
     except BaseException:
@@ -737,7 +819,7 @@ def _short_repr(value: object) -> str:
 
 
 def _came_by_signal(error: BaseException) -> bool:
-    """Returns whether a signal handler raised an exception, as opposed to code that rebuilds the failure.
+    """Returns True if a signal handler raised an exception, False if code that rebuilds the failure did.
 
     A `KeyboardInterrupt` always counts; a `SystemExit` counts if its traceback goes through a signal handler.
     """
@@ -755,7 +837,7 @@ def _came_by_signal(error: BaseException) -> bool:
 
 
 def _check(condition: bool) -> None:
-    """Raises `TypeError` if `condition` is false: what was unpickled is not what it should be."""
+    """Raises `TypeError` if `condition` is false: what was unpickled is not what it should be. Else returns None."""
     if not condition:
         raise TypeError("its pickle gives something else when it is unpickled")
 
@@ -773,7 +855,7 @@ def format_frames(trace: TracebackType | None) -> str:
     """Returns the frames of a traceback with their source lines, without a final line break. Never raises.
 
     Frames of farcall itself, and the middle of a long traceback, are left out. Returns an empty text for None, or if no
-    frame is left.
+    frame is left, and a text that says so if the frames cannot be read.
     """
     try:
         return _format(trace)
@@ -782,7 +864,11 @@ def format_frames(trace: TracebackType | None) -> str:
 
 
 def find_raising_function(error: BaseException) -> str:
-    """Returns the name of the outermost function outside farcall that an exception passed through; empty if none."""
+    """Returns the name of the outermost function outside farcall that an exception passed through.
+
+    A method is named "Model.step". Returns an empty text if there is none, for example because the exception was not
+    raised.
+    """
     trace: TracebackType | None = _TRACEBACK.__get__(error)
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -793,7 +879,11 @@ def find_raising_function(error: BaseException) -> str:
 
 
 def _format(trace: TracebackType | None) -> str:
-    """Returns the same text as `format_frames`. May raise what the loader of a module raises."""
+    """Returns the frames of a traceback outside farcall as text, with source lines and without a final line break.
+
+    The middle of a long traceback is left out. Returns an empty text for None, or if no frame is left. May raise what
+    the loader of a module raises.
+    """
     levels = []
     while trace is not None:
         if not trace.tb_frame.f_code.co_filename.startswith(_FARCALL_DIRECTORY):

@@ -62,7 +62,7 @@ _modules = sys.modules
 
 
 class _OutOfBand(list[memoryview]):
-    """The list of the large buffers of one value, and pickle's callback that fills it.
+    """The list of the large buffers of one value, and pickle's callback that fills it. A new one is empty.
 
     One object for both saves creating a closure for each value.
     """
@@ -70,9 +70,10 @@ class _OutOfBand(list[memoryview]):
     __slots__ = ()
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
-        """Returns whether pickle keeps the buffer in the payload: True for a small one, else it is added to the list.
+        """Returns True if pickle must keep the buffer in the payload: it has less than `OUT_OF_BAND_MIN_BYTES` bytes.
 
-        Raises `OverflowError` if there are too many. Pickle calls this only for contiguous buffers.
+        Otherwise adds the buffer to the list and returns False. Raises `OverflowError` if the list has
+        `MAX_OUT_OF_BAND` buffers already. Pickle calls this only for contiguous buffers.
         """
         if not ARRAYS:
             detect_numpy()
@@ -86,10 +87,12 @@ class _OutOfBand(list[memoryview]):
 
 
 def dumps(value: Any) -> Pickled:
-    """Returns the payload and the large buffers of a value; an empty payload for None.
+    """Returns the payload and the large buffers of a value; an empty payload and no buffers for None.
+
+    The buffers are views of the value's own memory. The list is empty if there are none.
 
     Raises:
-        SerializationError: The value cannot be pickled.
+        SerializationError: The value cannot be pickled. The message names the part that is to blame.
     """
     if value is None:
         return b"", []
@@ -101,7 +104,7 @@ def dumps(value: Any) -> Pickled:
 
 
 def dumps_inline(value: Any) -> bytes:
-    """Returns the payload of a value with all its buffers inside. None is pickled as well, unlike in `dumps`.
+    """Returns the pickle of a value with all its buffers inside; None is pickled as any other value.
 
     Raises:
         Exception: What pickle raises for a value that cannot be pickled, such as `TypeError` or `pickle.PicklingError`.
@@ -110,7 +113,10 @@ def dumps_inline(value: Any) -> bytes:
 
 
 def dumps_atom(value: Any) -> bytes:
-    """Returns the payload of a value whose type is in `ATOMS`; the same as that of `dumps`, but faster."""
+    """Returns the payload of a value whose type is in `ATOMS` (int, float, complex, bool, str); faster than `dumps`.
+
+    The type is not checked. `loads` and `loads_atom` rebuild the value.
+    """
     return _pickle_dumps(value, 5)
 
 
@@ -119,11 +125,12 @@ loads_atom: Final = _pickle_loads
 
 
 def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
-    """Rebuilds a value. Unpickles whatever the payload contains, so use it for trusted senders only.
+    """Returns the value of a payload. Unpickles whatever the payload contains, so use it for trusted senders only.
 
     Args:
         payload: The payload; an empty one means None.
-        buffers: The buffers that came with it, in order. Large arrays use their memory.
+        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use the memory of the
+            buffers, without a copy.
 
     Raises:
         SerializationError: The value cannot be rebuilt here, for example because a class is missing.
@@ -144,12 +151,13 @@ def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
 
 
 def not_rebuilt_error(what: str, where: str, reason: BaseException | None) -> SerializationError:
-    """Returns the error for something that cannot be rebuilt, with advice.
+    """Returns the error for something that cannot be rebuilt, with advice. Does not raise it.
 
     Args:
         what: What cannot be rebuilt, such as "the result of `add`".
-        where: On which worker, such as "here".
-        reason: The exception that was raised while it was rebuilt.
+        where: Where it cannot be rebuilt, such as "here" or "on worker 'b'".
+        reason: The exception that was raised while it was rebuilt. Its text is in the message. None if it is not known,
+            for which the message has "NoneType: None".
     """
     if isinstance(reason, SerializationError):  # its text contains advice
         return SerializationError(f"{what} cannot be rebuilt {where}: {reason}")
@@ -171,17 +179,20 @@ def dumps_arguments(
 ) -> Pickled:
     """Returns the payload and the buffers of the arguments of a call; an empty payload for a call without arguments.
 
+    The buffers are views of the arguments' own memory. The list is empty if there are none.
+
     Args:
-        function: The function. It is used for error messages only, unless `by_value` is true.
-        args: The positional arguments.
+        function: The function or its name. It is used for error messages only, unless `by_value` is true.
+        args: The positional arguments; may be empty.
         kwargs: The keyword arguments; None for none.
-        worker: The name of the callee, for error messages.
+        worker: The name of the callee, for error messages; empty if unknown.
         by_value: Whether to send the function itself, as the first argument. It is pickled together with the arguments,
             so that objects that both contain stay shared.
 
     Raises:
         SerializationError: An argument cannot be pickled. The message names it.
         UsageError: `args` is not a list of arguments (a number, a str, a set, a dict), or `kwargs` is not a mapping.
+            Values of a wrong type that are empty or 0 count as no arguments, except for `args` with `by_value`.
     """
     if by_value:
         sent: Any = (function, *_as_tuple(args))
@@ -206,17 +217,19 @@ def dumps_arguments(
 
 
 def loads_arguments(payload: Buffer, buffers: Sequence[Buffer] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rebuilds the arguments of a call. Unpickles whatever the payload contains, so use it for trusted senders only.
+    """Returns the arguments of a call. Unpickles whatever the payload contains, so use it for trusted senders only.
 
     Args:
         payload: What `dumps_arguments` returned; an empty one means no arguments.
-        buffers: The buffers that came with it, in order. Large arrays use their memory.
+        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use the memory of the
+            buffers, without a copy.
 
     Returns:
         The positional and the keyword arguments. If the function was sent by value, it is the first positional one.
 
     Raises:
         SerializationError: An argument cannot be rebuilt here.
+        TypeError, ValueError: The payload was rebuilt, but does not contain arguments.
     """
     if not payload:
         return (), {}
@@ -230,7 +243,8 @@ def as_arguments(sent: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and keyword arguments from the unpickled payload of `dumps_arguments`.
 
     Args:
-        sent: A tuple of positional arguments, or a list of a tuple and a dict.
+        sent: A tuple of positional arguments, which may be empty, or a list of a tuple and a dict. The types of the two
+            elements of a list are not checked.
 
     Raises:
         TypeError, ValueError: `sent` is neither a tuple nor has two elements.
@@ -244,8 +258,10 @@ def as_arguments(sent: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def dumps_plain_arguments(args: Sequence[Any]) -> Pickled | None:
     """Returns the payload and the buffers of simple arguments, faster than `dumps_arguments`; None for all others.
 
-    Simple are arguments that are all plain arrays, or all None, of a type in `ATOMS` or short `bytes`. They contain no
-    references. Also returns None if there are no arguments, or `args` is not a tuple.
+    Arguments are simple if `pack_arguments` can pack them, which are arrays of numbers. They are also simple if each is
+    None, of a type in `ATOMS` (int, float, complex, bool, str) or a `bytes` of less than `BUFFER_MIN_BYTES`. So they
+    contain no references to remote objects. Also returns None if there are no arguments, or `args` is not a tuple.
+    Never raises. The caller must not change the list of buffers.
     """
     if type(args) is not tuple or not args:
         return None
@@ -264,7 +280,9 @@ def dumps_plain_arguments(args: Sequence[Any]) -> Pickled | None:
 def dumps_plain_result(value: Any) -> Pickled | None:
     """Returns the payload and the buffers of a simple result, faster than `dumps_result`; None for any other result.
 
-    Simple is a result that is a plain array, of a type in `ATOMS` or a short `bytes`. None is not: it has no payload.
+    A result is simple if `pack_array` can pack it, which is an array of numbers. A result of a type in `ATOMS` (int,
+    float, complex, bool, str) and a `bytes` of less than `BUFFER_MIN_BYTES` are simple, too. The value None is not
+    simple. The caller must not change the list of buffers.
     """
     kind = type(value)
     if kind in ATOMS or (kind is bytes and len(value) < BUFFER_MIN_BYTES):
@@ -278,7 +296,7 @@ def dumps_result(function: Callable[..., Any] | str, value: Any, worker: str = "
     Args:
         function: The function or its name, for error messages.
         value: The result.
-        worker: The name of the worker that ran the function, for error messages.
+        worker: The name of the worker that ran the function, for error messages; empty if unknown.
 
     Raises:
         SerializationError: The result cannot be pickled. The message names the function and the type.
@@ -299,7 +317,7 @@ def dumps_result(function: Callable[..., Any] | str, value: Any, worker: str = "
 
 
 def _as_tuple(args: Any) -> tuple[Any, ...]:
-    """Returns an iterable of arguments as a tuple.
+    """Returns an iterable of arguments as a tuple; an empty one for no elements.
 
     Raises `UsageError` for a str, bytes, a set, a mapping, and for what is not iterable.
     """
@@ -325,11 +343,12 @@ def _pickle(value: Any, buffers: _OutOfBand | None) -> bytes:
     """Returns the pickle of a value: by pickle, or by cloudpickle if pickle fails or `__main__` is interactive.
 
     Args:
-        value: The value.
-        buffers: Collects the large buffers; None keeps all buffers in the pickle.
+        value: The value. None is pickled as any other value.
+        buffers: An empty list that collects the large buffers, which stay out of the pickle; None keeps all buffers in.
 
     Raises:
-        Exception: What cloudpickle raises for a value that cannot be pickled.
+        Exception: What cloudpickle raises for a value that cannot be pickled, such as `TypeError` or
+            `pickle.PicklingError`.
     """
     try:
         # An interactive __main__ has no __file__, or None. In both cases the value is pickled by value below.
@@ -347,12 +366,15 @@ def _pickle(value: Any, buffers: _OutOfBand | None) -> bytes:
 
 
 def _possessive(worker: str, function: str) -> str:
-    """Returns "worker1's `add`" for messages, or "`add`" without a worker."""
+    """Returns "worker1's `add`" for messages, or "`add`" if `worker` is empty."""
     return f"{worker}'s `{function}`" if worker else f"`{function}`"
 
 
 def _is_picklable(value: Any) -> bool:
-    """Returns whether a value can be pickled, by doing it."""
+    """Returns True if a value can be pickled, with its functions and classes by value where necessary; else False.
+
+    Finds out by pickling it. Never raises an `Exception`.
+    """
     try:
         _pickle(value, _OutOfBand())
     except Exception:
@@ -370,7 +392,15 @@ def _unpicklable_argument_error(
 ) -> SerializationError:
     """Returns the error for arguments that cannot be pickled: it names the first argument to blame, or the function.
 
-    The parameters are those of `dumps_arguments`; `error` is the exception that pickle raised.
+    If each argument can be pickled alone, it blames all together. Does not raise the error.
+
+    Args:
+        function: The function that was called, or its name.
+        args: The positional arguments.
+        kwargs: The keyword arguments; may be empty.
+        worker: The name of the callee, for the message; empty if unknown.
+        by_value: Whether the function itself was pickled, too.
+        error: The exception that pickle raised.
     """
     name = callable_name(function)
     of = _possessive(worker, name)
@@ -393,7 +423,10 @@ def _unpicklable_argument_error(
 
 
 def _parameter_name(function: Callable[..., Any] | str, position: int) -> str | None:
-    """Returns the name of the parameter that gets the argument at that position; None if it is not known."""
+    """Returns the name of the parameter that gets the positional argument number `position`, from 0 on.
+
+    Returns None if it is not known: `function` is only a name or has no signature, or the argument is one of `*args`.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())  # type: ignore[arg-type]
         parameter = parameters[position]
@@ -406,12 +439,14 @@ def _parameter_name(function: Callable[..., Any] | str, position: int) -> str | 
 def _unpicklable_error(what: str, root: str, value: Any, error: Exception, advice: str) -> SerializationError:
     """Returns the error for a value that cannot be pickled: it names the part of the value that is to blame.
 
+    Does not raise the error.
+
     Args:
         what: What cannot be pickled, such as "the result of `add`".
         root: The name of the value, with which the path to the part begins.
         value: The value.
         error: The exception that pickle raised.
-        advice: What to do instead.
+        advice: What to do instead, as a sentence without a period.
     """
     if isinstance(error, MemoryError):
         return SerializationError(f"{what} cannot be pickled: there is not enough memory for it. Send it in parts")

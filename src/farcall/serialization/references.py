@@ -18,22 +18,27 @@ from farcall.errors import SerializationError
 
 
 class _Thread(threading.local):
-    """What one thread is pickling and unpickling at the moment."""
+    """The references in what the current thread is pickling and unpickling; each thread has values of its own.
+
+    Attributes:
+        collected: The handles of references in the message that is being pickled, with their indexes; None while
+            nothing is being pickled.
+        offered: The handles of references in the message that is being unpickled, in the order of their indexes; empty
+            while nothing is being unpickled.
+    """
 
     collected: dict[Any, int] | None = None
-    """The handles of the message that is being pickled, with their indexes; None while nothing is being pickled."""
     offered: Sequence[Any] = ()
-    """The handles of the message that is being unpickled."""
 
 
 _thread = _Thread()
 
 
 class collecting:  # noqa: N801 (reads as a word: with collecting() as handles: ...)
-    """A context manager in which the payload of a message is pickled, by this thread.
+    """A context manager in which this thread pickles the payload of one message.
 
-    Yields a dict that pickling fills with the handles in the payload, each with its index. It stays empty if there are
-    none. Contexts can be nested: the inner one collects for itself.
+    Yields a dict that pickling fills with the handles of references in the payload, each with its index from 0 on. It
+    stays empty if there are none. Contexts can be nested: the inner one collects for itself.
 
     Example:
         >>> with collecting() as handles:
@@ -43,24 +48,27 @@ class collecting:  # noqa: N801 (reads as a word: with collecting() as handles: 
     __slots__ = ("_before",)
 
     def __enter__(self) -> dict[Any, int]:
-        """Begins to collect. Returns the dict that pickling fills: handles with their indexes."""
+        """Begins to collect the handles that this thread pickles.
+
+        Returns the dict that pickling fills: the handles of references with their indexes.
+        """
         self._before = _thread.collected
         handles: dict[Any, int] = {}
         _thread.collected = handles
         return handles
 
     def __exit__(self, *_: object) -> None:
-        """Ends collecting; the enclosing context goes on."""
+        """Ends collecting, so that an enclosing context goes on. Lets exceptions pass."""
         _thread.collected = self._before
 
 
 class offering:  # noqa: N801
-    """A context manager in which the payload of a message is unpickled, by this thread.
+    """A context manager in which this thread unpickles the payload of one message.
 
-    Inside, `take_offered` finds the handles. Contexts can be nested: the inner one counts.
+    Inside, `take_offered(index)` returns the handle with that index. Contexts can be nested: the inner one counts.
 
     Args:
-        handles: The handles that came with the message, in the order of their indexes; may be empty.
+        handles: The handles of references that came with the message, in the order of their indexes; may be empty.
     """
 
     __slots__ = ("_before", "_handles")
@@ -69,20 +77,23 @@ class offering:  # noqa: N801
         self._handles = handles
 
     def __enter__(self) -> None:
-        """Begins to offer the handles."""
+        """Begins to offer the handles to what this thread unpickles."""
         self._before = _thread.offered
         _thread.offered = self._handles
 
     def __exit__(self, *_: object) -> None:
-        """Ends offering; the handles of the enclosing context are offered again."""
+        """Ends offering; the handles of the enclosing context are offered again. Lets exceptions pass."""
         _thread.offered = self._before
 
 
 def collect(handle: Any, subject: object) -> int:
-    """Adds a handle to the message that is being pickled, and returns its index. For `__reduce__` of references.
+    """Adds a handle to the message that this thread is pickling, and returns its index from 0 on.
+
+    `__reduce__` of a reference calls this. The handle is sent in the header of the message, and the pickle has only the
+    index.
 
     Args:
-        handle: The handle. One that the message has already keeps its index.
+        handle: The handle, which must be hashable. One that the message has already keeps its index.
         subject: The object that is being pickled, for the error message.
 
     Raises:
@@ -98,21 +109,21 @@ def collect(handle: Any, subject: object) -> int:
 
 
 def offered() -> Sequence[Any]:
-    """Returns the handles of the message that is being unpickled by this thread; empty if there is none.
+    """Returns the handles of the message that this thread is unpickling; empty if there is none.
 
-    For code that unpickles a part of the message later, and must then offer the same handles by `offering`.
+    This is for code that unpickles a part of the message later, and must then offer the same handles by `offering`.
     """
     return _thread.offered
 
 
 def take_offered(place: int) -> Any:
-    """Returns the handle with the index `place` in the message that is being unpickled.
+    """Returns the handle with the index `place` in the message that this thread is unpickling.
 
     Pickles of references call this.
 
     Raises:
-        SerializationError: The message has no handle with that index, `place` is not an index, or no message is being
-            unpickled.
+        SerializationError: The message has no handle with that index, `place` is not an int from 0 on, or no message is
+            being unpickled.
     """
     try:
         if type(place) is not int or place < 0:

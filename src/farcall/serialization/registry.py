@@ -25,12 +25,19 @@ _families: Final[dict[type, Reducer]] = {}
 
 
 class _ReducerTable(dict[type, Reducer]):
-    """A dispatch table for picklers: the reducers of this module, and then those of `copyreg`."""
+    """A dispatch table for picklers, from types to reducers: looking a type up never changes the table.
+
+    It has the registered reducers as items. For a missing type the reducer of the nearest registered base class is
+    used, then that of `copyreg`.
+    """
 
     __slots__ = ()
 
     def __missing__(self, kind: type) -> Reducer:
-        """Returns the reducer of the family or of `copyreg`. Raises `KeyError`, as pickle expects, if there is none."""
+        """Returns the reducer of the type's nearest registered base class, else that of `copyreg`.
+
+        Raises `KeyError`, as pickle expects, if there is neither.
+        """
         return family_reducer(kind) or copyreg.dispatch_table[kind]
 
 
@@ -39,7 +46,9 @@ REDUCERS: Final[dict[type, Reducer]] = _ReducerTable()
 
 
 def register_reducer(kind: type, reduce: Reducer) -> None:
-    """Registers how objects of exactly that type are pickled in farcall's messages. Replaces an earlier reducer.
+    """Registers how objects of exactly that type are pickled in farcall's messages, and replaces an earlier reducer.
+
+    Neither argument is checked.
 
     Args:
         kind: The type. Subclasses are not affected.
@@ -49,10 +58,10 @@ def register_reducer(kind: type, reduce: Reducer) -> None:
 
 
 def register_family_reducer(base: type, reduce: Reducer) -> None:
-    """Registers how objects of a type and of all its subclasses are pickled in farcall's messages.
+    """Registers how objects of a type and of all its subclasses, its family, are pickled in farcall's messages.
 
     Replaces an earlier reducer of the family. A reducer that `register_reducer` registered for exactly one of these
-    types takes precedence.
+    types takes precedence. Neither argument is checked.
 
     Args:
         base: The type at the head of the family.
@@ -63,7 +72,10 @@ def register_family_reducer(base: type, reduce: Reducer) -> None:
 
 
 def family_reducer(kind: type) -> Reducer | None:
-    """Returns the reducer of the nearest family that a type belongs to; None if it belongs to none."""
+    """Returns the reducer that `register_family_reducer` registered for a type or its nearest base class.
+
+    Returns None if there is none.
+    """
     if _families:
         for base in kind.__mro__:
             if base in _families:
@@ -72,18 +84,23 @@ def family_reducer(kind: type) -> Reducer | None:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler with the registered reducers. A class attribute is faster than one set for each pickler."""
+    """A pickler that uses the registered reducers.
+
+    The table is an attribute of the class, because setting it for each pickler would take longer.
+    """
 
     dispatch_table = REDUCERS
 
 
 def dumps_reduced(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
-    """Returns the pickle of a value, as `pickle.dumps` with protocol 5 does, using the registered reducers.
+    """Returns the pickle of a value, in protocol 5, using the registered reducers. None is pickled as any other value.
+
+    A reducer says how one type is pickled; `register_reducer` and `register_family_reducer` register them.
 
     Args:
         value: The value.
-        buffer_callback: Called with each buffer of the value, as in `pickle.dumps`: the buffer stays out of the pickle
-            if it returns a false value. None keeps all buffers in the pickle.
+        buffer_callback: Called with each buffer of the value. The buffer stays out of the pickle if it returns a false
+            value. None keeps all buffers in the pickle.
 
     Raises:
         Exception: What pickle or a reducer raises for a value that cannot be pickled, such as `TypeError` or

@@ -19,16 +19,17 @@ _MAX_TRIALS: Final = 1000
 
 
 def find_unpicklable(root: str, value: Any, is_picklable: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Returns the innermost part of a value that cannot be pickled, and the path to it as text. Never raises.
+    """Returns the path, as text, to the innermost part of a value that cannot be pickled, and the part. Never raises.
 
     Args:
         root: The name of the value, with which the path begins.
         value: The value, which cannot be pickled.
-        is_picklable: Returns whether a part can be pickled.
+        is_picklable: Returns whether a part can be pickled. If it raises, the search stops.
 
     Returns:
         The path, such as "config['lock']", and the part. These are `root` and `value` if every part can be pickled by
-        itself. The search stops early after some levels or many parts, with the part that it has reached.
+        itself, or the value has no parts. The search stops early after 12 levels or 1000 parts, with the part that it
+        has reached.
     """
     path = root
     trials = 0
@@ -49,14 +50,18 @@ def find_unpicklable(root: str, value: Any, is_picklable: Callable[[Any], bool])
 
 
 def type_name(value: Any) -> str:
-    """Returns the full name of a value's type, without the module for builtins. Never raises."""
+    """Returns the full name of a value's type, such as "numpy.ndarray", without the module for builtins ("list").
+
+    Returns "NoneType" for None, and "unknown type" if the type has no name. Never raises.
+    """
     return class_name(type(value))
 
 
 def class_name(cls: type) -> str:
-    """Returns the full name of a class, without the module for builtins; "unknown type" if it has none.
+    """Returns the full name of a class, such as "numpy.ndarray", without the module for builtins ("list").
 
-    Reads the name without running code of a metaclass. Never raises.
+    Reads the name without running code of a metaclass. Returns "unknown type" if there is none, or `cls` is not a
+    class. Never raises.
     """
     try:
         name = type.__dict__["__qualname__"].__get__(cls)
@@ -67,9 +72,10 @@ def class_name(cls: type) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of a value that pickle would pickle, each with the text that is added to the path for it.
+    """Yields pairs of a label and a part: the parts of a value that pickle would pickle.
 
-    Yields nothing for a class. May raise what the methods of the value raise.
+    The label, such as "['lock']" for an item of a dict, is appended to the path of the value to get the path of the
+    part. Yields nothing for a class and for a value without parts. May raise what the methods of the value raise.
     """
     kind = type(value)
     if kind is dict:
@@ -95,9 +101,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the closure variables, the used globals and the defaults of a function, each with a text for the path.
+    """Yields pairs of a label and a part: the closure variables, the used globals and the defaults of a function.
 
-    Yields nothing if the function has none.
+    The label, such as " → global 'lock'", is appended to the path of the function to get the path of the part. The
+    defaults are one part: a tuple, or None if there are none. Raises `ValueError` for a closure variable that is not
+    set yet.
     """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
@@ -109,9 +117,10 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of an object that `__reduce_ex__` returns: attributes, arguments and items, as `_parts` does.
+    """Yields pairs of a label and a part: the attributes, arguments and items that an object's `__reduce_ex__` returns.
 
-    Yields nothing for an object that pickle sends by name. Raises what `__reduce_ex__` raises.
+    The label, such as ".lock", is appended to the path of the object to get the path of the part. Yields nothing for an
+    object that pickle sends by name. Raises what `__reduce_ex__` raises, usually `TypeError`.
     """
     reduced = value.__reduce_ex__(5)
     if isinstance(reduced, str):
@@ -133,6 +142,6 @@ def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _short(key: Any) -> str:
-    """Returns the repr of a key of a dict, cut to 40 characters."""
+    """Returns the repr of a key of a dict, cut to 40 characters. Raises what the repr of the key raises."""
     text = repr(key)
     return text if len(text) <= 40 else text[:37] + "..."

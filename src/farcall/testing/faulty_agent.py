@@ -27,19 +27,29 @@ if TYPE_CHECKING:
     from farcall.rendezvous import Rendezvous
 
 NAME: Final = "FAULTY_TENSORPIPE"
+"""The name of the backend of faulty agents, `BackendType.FAULTY_TENSORPIPE`."""
 
 
 class FaultyAgent(Agent):
-    """An agent whose messages fail as a test says.
+    """An agent, the part of a process that makes it a worker, whose messages fail as a test says.
 
+    `init_rpc(..., backend=BackendType.FAULTY_TENSORPIPE)` and a `LocalGroup` with `FaultyRpcBackendOptions` create it.
     If the options are not `FaultyRpcBackendOptions`, nothing fails until the test changes `faults`.
+
+    Args:
+        name: The name of the worker.
+        rendezvous: The connection to the store of the group.
+        options: The options of the agent.
+        transports: The transports by scheme.
+        credentials: How the worker authenticates itself; None to create the credentials from `options`.
 
     Attributes:
         faults: What goes wrong. A test may change it at any time.
+        named: For a subclass to set: the functions whose calls torch sends under special message names. Maps a
+            function, as encoded in the frame of a call, to the names of its calls. None for none.
     """
 
     named: Mapping[bytes, Names] | None = None
-    """Functions that have message names of their own in torch, for a subclass to set. See `Rules`. None for none."""
 
     def __init__(
         self,
@@ -49,14 +59,14 @@ class FaultyAgent(Agent):
         transports: Mapping[str, Transport],
         credentials: Credentials | None = None,
     ) -> None:
-        """Joins the group. `start` must be called next.
+        """Joins the group. `start` must be called next, and `shutdown` at the end.
 
         Args:
             name: The name of this worker.
             rendezvous: The connection to the store of the group.
             options: The options of the agent, with the faults if they are `FaultyRpcBackendOptions`.
             transports: The transports by scheme. Each is wrapped in a `FaultyTransport`.
-            credentials: Secret and encryption; None for those of this user.
+            credentials: How this worker authenticates itself; None to create the credentials from `options`.
 
         Raises:
             RpcError: The agent could not join, for example because its name is taken (`RendezvousError`). Nothing is
@@ -75,9 +85,11 @@ class FaultyAgent(Agent):
     def submit_own_call(self, callee: bytes, job: Job) -> None:
         """Queues a call that this worker has made to itself with `remote`: at once, or later if such calls are delayed.
 
+        A delayed call that is still waiting when the agent shuts down is dropped.
+
         Args:
             callee: The function, as encoded in the frame of a call.
-            job: The job that runs the call.
+            job: The job that runs the call on the executor.
         """
         delay = self.faults.own_remote_call_delay(callee)
         if delay:
@@ -88,6 +100,8 @@ class FaultyAgent(Agent):
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """Leaves the group and releases all resources. Messages that are still delayed or frozen are dropped.
+
+        A second call with `graceful=False` does nothing.
 
         Args:
             graceful: Whether to wait first until the work of all workers is done; in an open group, of this one.
@@ -102,7 +116,10 @@ class FaultyAgent(Agent):
             self.faults.relay.close()
 
     def close_after_leaving(self) -> None:
-        """Releases all resources. To be called after `wait_to_leave`. Messages that are still delayed are dropped."""
+        """Releases all resources, the second step of a shutdown. Messages that are still delayed are dropped.
+
+        `wait_to_leave`, the first step, must have returned before. Does nothing if all is released already.
+        """
         try:
             super().close_after_leaving()
         finally:
@@ -118,7 +135,9 @@ class FaultyAgent(Agent):
 
 
 def faults(agent: RpcAgent | None = None) -> Faults:
-    """Returns the faults of a faulty agent, with which a test changes what fails.
+    """Returns the faults of a faulty agent: the object with which a test changes what fails.
+
+    A faulty agent is an agent (what makes a process a worker) of the backend `BackendType.FAULTY_TENSORPIPE`.
 
     Args:
         agent: The agent, for example `group.agents[0]` of a `LocalGroup`. None means the agent of this process.
@@ -144,12 +163,16 @@ def faults(agent: RpcAgent | None = None) -> Faults:
 
 
 def _construct_options(rpc_timeout: float, init_method: str, **chosen: Any) -> FaultyRpcBackendOptions:
-    """Returns options for the faulty agent.
+    """Returns options for the faulty agent, with the given values and otherwise the defaults.
 
     Args:
-        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout. A wrong value raises `UsageError`.
-        init_method: The rendezvous URL.
-        **chosen: Further options of `FaultyRpcBackendOptions`. An unknown one raises `BackendError`.
+        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
+        init_method: The rendezvous URL, which is not checked here.
+        **chosen: Further options of `FaultyRpcBackendOptions`.
+
+    Raises:
+        UsageError: An option cannot have its value.
+        BackendError: There is no such option.
     """
     return FaultyRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **chosen)
 
@@ -157,16 +180,18 @@ def _construct_options(rpc_timeout: float, init_method: str, **chosen: Any) -> F
 def _init_agent(
     store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: FaultyRpcBackendOptions
 ) -> RpcAgent:
-    """Returns a new faulty agent that has joined its group.
-
-    Raises `RpcError` if the group cannot be joined.
+    """Returns a new faulty agent that has joined its group. `init_rpc` calls it.
 
     Args:
         store: Ignored.
         name: The name of this worker.
-        rank: Its rank.
-        world_size: The number of workers; None for an open group.
+        rank: Its rank; -1 if `init_rpc` was not given one.
+        world_size: The number of workers; None for an open group, or to take it from the environment.
         rpc_backend_options: The options of the agent.
+
+    Raises:
+        UsageError: An option, the name, the rank or the world size is not valid.
+        RendezvousError: The group cannot be joined, for example because the name is taken.
     """
     return join_group(FaultyAgent, name, rank, world_size, rpc_backend_options)
 

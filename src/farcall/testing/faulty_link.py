@@ -50,7 +50,9 @@ from farcall.transports.sockets import OwnSocket
 from farcall.transports.wake_up import WakeUp
 
 QUIET_S: Final = 0.05
-"""A connection breaks only after this many seconds without a call, because a call often follows control messages."""
+"""A connection that is to break breaks only after this many seconds without a call, because a call often follows
+control messages.
+"""
 MAX_BUSY_S: Final = 5.0
 """A connection that is to break breaks after this many seconds even if calls are running."""
 MAX_LATE_S: Final = 5.0
@@ -60,14 +62,15 @@ _BEHIND_S: Final = 0.02
 MAX_SLEEP_S: Final = 1.0
 """How many seconds `wait` sleeps before it checks whether a signal handler has received the frames."""
 _FLUSH_INTERVAL_S: Final = 0.01
+"""How many seconds a link that ends waits between two looks at whether its last frames were sent."""
 _MAX_UNREAD: Final = 64
 """With so many frames in the inbox, the inner link is not read."""
 _NO_WAIT: Final = 0.0
-"""A deadline in the past."""
+"""A deadline in the past, for `send` of the inner link: it queues what cannot be sent at once."""
 
 
 class _Flow:
-    """The frames of one direction of a link that are not passed on yet.
+    """The frames of one direction of a link that are not passed on yet. Empty at first.
 
     Attributes:
         waiting: Functions that each pass one frame on, in the order of the frames.
@@ -80,20 +83,30 @@ class _Flow:
 
 
 class FaultyLink:
-    """A `Link` around another link, on which frames fail, are delayed or are held as the faults say.
+    """A `Link` around another link, the *inner* link, on which frames fail, are delayed or are held as a test says.
+
+    A `FaultyTransport` makes these links, and a faulty agent uses them like any other link.
+
+    Args:
+        inner: The link to the other worker, in its handshake. This object owns it from now on, and closes it.
+        faults: What goes wrong, as the test has set it.
+        is_connecting: Whether this end connected; False if it was accepted.
 
     Attributes:
         address: The address of the inner link.
         is_established: Whether `establish` was called.
         peer: The name of the worker at the other end; empty until the handshake has told it.
+
+    Raises:
+        OSError: There are no descriptors left, or the agent has ended. `inner` is closed.
     """
 
     def __init__(self, inner: Link, faults: Faults, is_connecting: bool) -> None:
-        """Wraps a link that is in its handshake.
+        """Wraps a link that is in its handshake. A thread of the faulty agent, the relay, reads it from now on.
 
         Args:
             inner: The link to the other worker. This object owns it from now on, and closes it.
-            faults: What goes wrong.
+            faults: What goes wrong, as the test has set it.
             is_connecting: Whether this end connected; False if it was accepted.
 
         Raises:
@@ -141,20 +154,20 @@ class FaultyLink:
 
     @property
     def backlog(self) -> int:
-        """The number of bytes that wait to be sent on the inner link; 0 if there are none.
+        """The number of bytes that wait in this process to be sent to the other worker; 0 if there are none.
 
-        Frames that the faults hold do not count, so that callers do not stop.
+        Frames that are held because a test says so do not count. So they do not make callers wait.
         """
         return self._inner.backlog
 
     @property
     def network(self) -> str:
-        """The `network` of the inner link; empty if it is encrypted or not on loopback."""
+        """Text that is the same at both ends of an unencrypted loopback link in one network namespace; else empty."""
         return self._inner.network
 
     @property
     def binding(self) -> bytes:
-        """The `binding` of the inner link; empty if it is not encrypted."""
+        """The fingerprint of the certificate of an encrypted link; empty if the link is not encrypted."""
         return self._inner.binding
 
     def fileno(self) -> int:
@@ -165,19 +178,22 @@ class FaultyLink:
         return self._open_end().fileno()
 
     def _open_end(self) -> OwnSocket:
-        """Returns the agent's end of the socket pair. Raises `ConnectionAbortedError` if this end is closed."""
+        """Returns the socket that is readable when frames have arrived or the link has ended.
+
+        Raises `ConnectionAbortedError` if this end of the link is closed.
+        """
         end = self._agent_end
         if end is None:
             raise ConnectionAbortedError(f"the link to {self.address} is closed")
         return end
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
-        """Completes the handshake of the inner link, so that frames of any size can be sent. See `Link.establish`.
+        """Completes the handshake: from now on frames with buffers, and larger ones, can be sent and received.
 
         Args:
-            options: The options of all links of this worker. The poller is replaced by that of the relay.
-            deadline: Until when the connecting end waits for the other end, as a time of the monotonic clock. None at
-                the accepted end, which does not wait.
+            options: The options of all links of this worker. Their poller and their `spin_s` are not used.
+            deadline: Until when the connecting end waits for the other end, as a time of the monotonic clock. The
+                accepted end does not wait, and must be given None.
 
         Raises:
             TimeoutError: The other end did not answer before `deadline`.
@@ -195,9 +211,11 @@ class FaultyLink:
         self._establish_inner(options, deadline)
 
     def _establish_inner(self, options: LinkOptions, deadline: float | None) -> None:
-        """Completes the handshake of the inner link, and lets the relay read it.
+        """Completes the handshake of the link to the other worker, and lets the relay thread read it.
 
-        `options`, `deadline` and the errors are those of `establish`.
+        `options` are those of that link. The connecting end waits until `deadline`, a time of the monotonic clock; None
+        does not wait. Raises `TimeoutError` at the deadline, `ConnectionError` if the link is closed or broken, and
+        `ProtocolError` if the answer of the other end cannot be read.
         """
         self._inner.establish(options, deadline)  # the connecting end waits, and reads the inner link itself
         with self._relay.lock:
@@ -205,11 +223,13 @@ class FaultyLink:
             self._watch()
 
     def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
-        """Sends one frame, unless the faults say otherwise. Never waits.
+        """Sends one frame, unless the test wants it to fail. Never waits: what cannot be sent at once is queued.
+
+        A frame that is lost, delayed or held because the test says so raises nothing.
 
         Args:
             frame: The bytes of the frame.
-            buffers: Its buffers, which are copied; None for none. The list is emptied.
+            buffers: Its buffers, which are copied; None or an empty list for none. The list is emptied.
             deadline: Ignored.
 
         Raises:
@@ -226,9 +246,18 @@ class FaultyLink:
             self._advance()
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """Sends one frame as `send` does, and returns copies of its buffers, which do not change later.
+        """Sends one frame, unless the test wants it to fail, and returns copies of its buffers.
 
-        `deadline` is ignored. Raises `ConnectionError` if the link is closed or broken.
+        The copies do not change when the program changes the originals. Never waits. Returns an empty list for no
+        buffers.
+
+        Args:
+            frame: The bytes of the frame.
+            buffers: Its buffers. The list is not changed.
+            deadline: Ignored.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
         """
         kept = _copies(buffers)
         self.send(frame, list(kept), deadline)
@@ -238,9 +267,9 @@ class FaultyLink:
         """Returns the frames that have arrived, each with its buffers; an empty list if there are none. Does not wait.
 
         Raises:
-            ConnectionError: The link has ended or the faults have broken it, and all frames were received; or this end
-                is closed.
-            ProtocolError: The other end has sent invalid bytes.
+            ConnectionError: The other end has closed the link or the test has broken it, and all frames were received;
+                or this end is closed.
+            ProtocolError: The other end has sent bytes that are not a frame, and all frames before them were received.
         """
         with self._relay.lock:
             end = self._open_end()
@@ -258,7 +287,7 @@ class FaultyLink:
         """Waits until frames have arrived or the link has ended, and returns True. Returns False when the time is over.
 
         May return False early if a signal handler has received the frames. Raises `ConnectionAbortedError` if this end
-        is closed.
+        was closed before.
 
         Args:
             seconds: How long to wait at most; None for no limit, 0 to only look.
@@ -280,13 +309,16 @@ class FaultyLink:
                 return False
 
     def _check_open(self) -> None:
-        """Raises `ConnectionAbortedError` if this end is closed, or the link has ended."""
+        """Returns if frames can be sent.
+
+        Raises `ConnectionAbortedError` if this end is closed, or the link has ended.
+        """
         self._open_end()
         if self.has_hung_up():
             raise ConnectionAbortedError(str(self._error))
 
     def has_hung_up(self) -> bool:
-        """Returns True if the link has ended: the other end or the agent has closed it, or the faults have broken it.
+        """Returns whether the link has ended: one end has closed it, or the test has broken it.
 
         Frames that arrived before may still wait to be received.
         """
@@ -300,9 +332,10 @@ class FaultyLink:
         """Does nothing: a waiting thread notices the end of the link by itself."""
 
     def close(self) -> None:
-        """Closes this end for the agent. Frames that were sent before, and are held or queued, still go out.
+        """Closes this end of the link. Frames that were not received are dropped. May be called again.
 
-        May be called again.
+        `send`, `receive`, `wait` and `fileno` raise `ConnectionAbortedError` from then on. Frames that were sent
+        before, and are held or queued, still go out.
         """
         with self._relay.lock:
             end, self._agent_end = self._agent_end, None
@@ -314,7 +347,10 @@ class FaultyLink:
                 self._advance()
 
     def abandon(self) -> None:
-        """Called in a forked child: closes the child's copies of descriptors. The parent's link stays as it is."""
+        """Called in a forked child: closes the child's copies of descriptors. The parent's link stays as it is.
+
+        Raises nothing.
+        """
         end, self._agent_end = self._agent_end, None
         if end is not None:
             end.abandon()
@@ -324,14 +360,18 @@ class FaultyLink:
     # Passing frames on
 
     def _send_on(self, frame: bytes, buffers: Sequence[memoryview] = (), delay: float = 0.0) -> None:
-        """Queues a frame for the other worker, to be sent now or after `delay` seconds. The buffers are copied.
+        """Sends a frame to the other worker, now or after `delay` seconds.
 
-        Raises `ConnectionError` if the inner link is closed or broken.
+        While the test freezes the network, the frame is held. The buffers are copied. Raises `ConnectionError` if the
+        frame is sent now and the connection is closed or broken.
         """
         self._deliver(self._outbound, partial(self._inner.send, frame, _copies(buffers), _NO_WAIT), delay)
 
     def _put(self, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
-        """Puts a frame into the agent's inbox, now or when the faults allow it. Drops it if the link has ended."""
+        """Puts a frame into the inbox, from which `receive` takes it: now, or later if the network is slow or frozen.
+
+        Drops the frame if the link has ended.
+        """
 
         def put() -> None:
             if not self.has_hung_up():
@@ -342,14 +382,12 @@ class FaultyLink:
         self._deliver(self._inbound, put)
 
     def _deliver(self, flow: _Flow, pass_on: Callable[[], None], delay: float = 0.0) -> None:
-        """Passes a frame on in one direction: now, after a delay, or when the network is not frozen any more.
-
-        Raises what `pass_on` raises if it is called now.
+        """Passes a frame on in one direction: now, or after a delay. While the test freezes the network, it is held.
 
         Args:
-            flow: The direction.
-            pass_on: Passes the frame on.
-            delay: Seconds, in addition to those of `Faults.slow`. While the relay is closing, there is no delay.
+            flow: The frames of that direction that are not passed on yet.
+            pass_on: Passes the frame on. What it raises is raised here, if it is called now.
+            delay: Seconds, in addition to those of `Faults.slow`; 0 for none. While the agent ends, there is no delay.
         """
         delay += self._conditions().slow_s
         if delay and not self._relay.is_closing:
@@ -360,24 +398,29 @@ class FaultyLink:
             self._pass_on(flow)
 
     def _release(self, flow: _Flow, pass_on: Callable[[], None]) -> None:
-        """Passes on a frame whose delay is over. Does nothing if the frame was dropped meanwhile."""
+        """Passes on a frame whose delay is over, in the direction `flow`, by calling `pass_on` when its turn comes.
+
+        Does nothing if the frame was dropped meanwhile.
+        """
         if flow.held:
             flow.held -= 1
             flow.waiting.append(pass_on)
             self._advance()
 
     def _pass_on(self, flow: _Flow) -> None:
-        """Passes on all waiting frames of one direction, in order. Does nothing while the network is frozen.
+        """Passes on all waiting frames of one direction, in order.
 
-        Raises what the functions in `flow.waiting` raise, for example `ConnectionError` from the inner link.
+        Does nothing while the test freezes the network, or if none wait. Raises what the functions in `flow.waiting`
+        raise, for example `ConnectionError` from the connection.
         """
         while flow.waiting and not self._conditions().is_frozen:
             flow.waiting.popleft()()
 
     def _advance(self) -> None:
-        """Passes on all frames of both directions that can be passed on now.
+        """Passes on all frames of both directions that can be passed on now. Does nothing if the connection is closed.
 
-        Closes the inner link if the link has ended for the agent and nothing is left to send.
+        Closes the connection if this end is closed or broken and nothing is left to send. A `ConnectionError` drops the
+        frames to be sent, and is not raised.
         """
         if self._is_disconnected:
             return
@@ -394,9 +437,10 @@ class FaultyLink:
         self._watch()
 
     def _watch(self) -> None:
-        """Makes the relay read the inner link, or stop reading it.
+        """Makes the relay, a thread of the faulty agent, start or stop reading the connection, as its state requires.
 
-        It is not read while the network is frozen, the inbox is full, or the inner link may not be read.
+        The connection is not read if it is closed, while the network is frozen, while `_MAX_UNREAD` frames wait in the
+        inbox, and while the handshake does not allow it. Does nothing if the relay already does the right thing.
         """
         must_wait = self._must_not_read or self._conditions().is_frozen or len(self._inbox) >= _MAX_UNREAD
         is_watched = not must_wait and not self._is_disconnected
@@ -408,9 +452,10 @@ class FaultyLink:
                 self._relay.poller.unwatch(self._inner)
 
     def _read_inner(self) -> None:
-        """Called by the relay: receives the frames of the inner link, and passes them through the faults to the agent.
+        """Called by the relay thread: puts the frames that have come from the other worker into the inbox.
 
-        If that raises, the agent gets the error from `receive`, after the last frame.
+        The faults of the test are applied before. If receiving raises, `receive` raises that error after the last
+        frame. Raises nothing.
         """
         if not self._is_watched:
             return  # an old event
@@ -438,9 +483,11 @@ class FaultyLink:
         return self._faults.sent_to(self._number)
 
     def _send_handshake(self, frame: bytes) -> None:
-        """Sends a frame of the handshake. At the connecting end, the hello tells which worker is at the other end.
+        """Sends a frame of the handshake.
 
-        Raises `ConnectionAbortedError` if the faults have cut that worker off.
+        The hello, the first frame of the connecting end, tells which worker is at the other end. Raises
+        `ConnectionAbortedError` if the test has cut that worker off, and `ProtocolError` if the first frame of the
+        connecting end is no message of a handshake.
         """
         if self._is_connecting and not self.peer:
             hello = unpack(frame, self.address)
@@ -450,9 +497,11 @@ class FaultyLink:
         self._send_on(frame)
 
     def _receive_handshake(self, frame: bytes) -> None:
-        """Gives a received frame of the handshake to the agent. A hello in it tells which worker is at the other end.
+        """Puts a received frame of the handshake into the inbox.
 
-        A frame that cannot be read is given to the agent as well, which refuses it.
+        The first frame of a connecting end, the hello, tells which worker is at that end. After the last frame of the
+        other end's handshake, the connection is not read until it is established. A frame that is not a message of a
+        handshake also goes into the inbox; the agent refuses it there.
         """
         try:
             message = unpack(bytes(frame), self.address)
@@ -464,14 +513,15 @@ class FaultyLink:
         self._put(frame)
 
     def _identify(self, name: str, number: Worker) -> None:
-        """Stores the name and the id of the worker at the other end, and applies the faults for that worker."""
+        """Stores the name and the id of the worker at the other end, and applies the test's faults for that worker."""
         self.peer, self._number = name, number
         self.apply_conditions()
 
     def apply_conditions(self) -> None:
-        """Applies a change of the network between the two workers.
+        """Applies the state of the network between the two workers after a test has changed it.
 
-        Breaks the link if the other worker is cut off. Otherwise passes on the frames that can be passed on now.
+        Breaks the link at once if the other worker is cut off. Otherwise passes on the frames that can be passed on
+        now.
         """
         if self._conditions().is_cut:
             self._break(f"the faulty agent has cut worker {self.peer!r} off; it can be reached again after heal()")
@@ -482,9 +532,9 @@ class FaultyLink:
     # What the agent sends
 
     def _send(self, frame: bytes, buffers: Sequence[memoryview]) -> None:
-        """Decides what happens to a frame of the agent, and sends it, holds it or drops it.
+        """Decides by the test's rules what happens to a frame of this worker, and sends it, holds it or drops it.
 
-        Raises `ConnectionError` if it cannot be sent.
+        Raises `ConnectionError` if it is sent and the connection is closed or broken.
         """
         kind, flags, callee_size, _, call_id = frames.unpack_header(frame)
         at = HEADER_SIZE + callee_size
@@ -502,16 +552,20 @@ class FaultyLink:
             self._send_on(frame, buffers)
 
     def _send_call(self, frame: bytes, buffers: Sequence[memoryview], flags: int, callee: bytes, call_id: int) -> None:
-        """Decides what happens to a call, and sends it, holds it, drops it, or answers it with an error.
+        """Decides by the test's rules what happens to a call: sends, holds or drops it, or answers it with an error.
 
-        References in a call that is dropped or answered are sent all the same.
+        References in a call that is dropped or answered are sent all the same. If the rules have made earlier calls of
+        the same message name late, these are sent after this one.
 
         Args:
             frame: The whole frame.
             buffers: Its buffers; may be empty.
-            flags: The flags of its header.
-            callee: The function or reference that it names.
+            flags: The flags of its header, which say which sections it has.
+            callee: The function or reference that it names, as encoded in the frame.
             call_id: The id of the call.
+
+        Raises:
+            ConnectionError: It is sent, and the connection is closed or broken.
         """
         references, _, payload = _sections(frame, HEADER_SIZE + len(callee), flags)
         name = self._faults.rules.name_of_call(callee)
@@ -534,11 +588,13 @@ class FaultyLink:
             release()
 
     def _refuse(self, call_id: int, callee: bytes, reason: str) -> None:
-        """Answers a call of the agent with a `WorkerLostError`, as if the other worker could not be reached.
+        """Answers a call of this worker with a `WorkerLostError`, as if the other worker could not be reached.
+
+        Sends nothing.
 
         Args:
             call_id: The id of the call.
-            callee: The function or reference that it names, for the message.
+            callee: The function or reference that it names, as encoded in the frame, for the message.
             reason: Why it failed, for the message.
         """
         # A callee that names a reference begins with a small number.
@@ -548,9 +604,11 @@ class FaultyLink:
         self._put(frames.pack_reply(frames.FAILURE, call_id, failure))
 
     def _send_control(self, frame: bytes) -> None:
-        """Sends the control messages in a frame of the agent. A message that has a name in torch gets its own frame.
+        """Sends the control messages in a frame of this worker.
 
-        The faults apply to these only. The others are sent together, with the acknowledgement.
+        Each message that has a name in torch gets a frame of its own, which the test's rules may hold or drop. The
+        acknowledgement and the messages without a name are sent together in one frame. Raises `ConnectionError` if the
+        connection is closed or broken.
         """
         acknowledged, messages = unpack_control(frame[HEADER_SIZE:])
         unnamed = [each for each in messages if not name_of_reference_message(each[1])]
@@ -562,15 +620,19 @@ class FaultyLink:
                 self._send_reliably(name, number, _pack_control(0, [(number, message)]))
 
     def _send_reliably(self, name: str, number: int, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
-        """Decides what happens to a message that is sent again after a break: a control message or a call by `remote`.
+        """Sends, holds or drops a message that must arrive in the end: a control message or a call by `remote`.
 
-        Sends it, holds it or drops it. If it fails, the link is broken, so that the agent sends it again.
+        The test's rules decide. If the message fails, the link is broken, at once or soon. This worker then sends the
+        message again on its next link.
 
         Args:
-            name: The name of the message; empty if no rule applies to it.
+            name: The message name, such as `RREF_FORK_REQUEST`; empty if no rule applies to it.
             number: Its number, by which the other worker acknowledges it.
             frame: The frame.
             buffers: Its buffers; may be empty.
+
+        Raises:
+            ConnectionError: It is sent, and the connection is closed or broken.
         """
         sent = self._sent_messages()
         sent.unacknowledged.discard(number)
@@ -593,10 +655,10 @@ class FaultyLink:
             release()
 
     def _hold(self, key: int | str, frame: bytes, buffers: Sequence[memoryview]) -> None:
-        """Holds a late frame until a message with the same key is sent to that worker, at most `MAX_LATE_S` seconds.
+        """Makes a frame late: sends it soon after the next message with the same key, or after `MAX_LATE_S` seconds.
 
         Args:
-            key: The number of the message, or for a call its name.
+            key: For a control message or a call by `remote`, its number. For any other call, its message name.
             frame: The frame.
             buffers: Its buffers, which are copied; may be empty.
         """
@@ -614,9 +676,9 @@ class FaultyLink:
     # What comes from the other worker
 
     def _receive(self, frame: bytes, buffers: Sequence[memoryview]) -> None:
-        """Gives the agent a received frame as the faults change it, or nothing if they drop it.
+        """Puts a received frame into the inbox as the test's rules change it, or drops it if they say so.
 
-        A frame that cannot be read is given unchanged, for the agent to refuse.
+        Raises nothing. A frame that cannot be read is put there unchanged, for the agent to refuse.
         """
         received: Frame | None = frame, buffers
         try:
@@ -627,10 +689,11 @@ class FaultyLink:
             self._put(*received)
 
     def _judge_received(self, frame: bytes, buffers: Sequence[memoryview]) -> Frame | None:
-        """Returns what the agent gets in place of a received frame; None if the faults drop it.
+        """Returns what goes into the inbox in place of a received frame; None if the test's rules drop it.
 
-        Drops replies and acknowledgements that the faults lose, but not the references in them. Takes the value out of
-        the reply to a call by `remote`, so that `to_here` has to send a message. Raises `ProtocolError` or
+        A dropped reply with references is replaced by one that has only these. If the rules drop the acknowledgement of
+        a message, only earlier messages are acknowledged. The value is taken out of the reply to a call by `remote`, so
+        that `to_here` has to send a message. Any other frame is returned unchanged. Raises `ProtocolError` or
         `struct.error` if the frame cannot be read.
         """
         kind, flags, _, _, call_id = frames.unpack_header(frame)
@@ -657,11 +720,14 @@ class FaultyLink:
     # The end
 
     def _break_when_quiet(self, reason: str, deadline: float) -> None:
-        """Breaks the link soon, when no call is running on it, or at `deadline`; but not while the network is frozen.
+        """Breaks the link when no call has run on it for `QUIET_S` seconds, or at `deadline`.
+
+        While the test freezes the network, the link is not broken. This method returns at once; the relay thread breaks
+        the link. Does nothing if the link has ended.
 
         Args:
-            reason: Why, for the errors of the agent.
-            deadline: A time of the monotonic clock.
+            reason: Why, for the errors of `send` and `receive`.
+            deadline: When to break it even if calls run, as a time of the monotonic clock.
         """
 
         def try_to_break() -> None:
@@ -677,25 +743,26 @@ class FaultyLink:
             self._relay.call_later(QUIET_S, try_to_break)
 
     def _break(self, reason: str) -> None:
-        """Ends the link for the agent, which finds `reason` in its errors. Does nothing if the link has ended.
+        """Ends the link for this worker: `send` and `receive` raise `ConnectionAbortedError` with `reason`.
 
         Frames that are held for the other worker are still sent. The caller must call `_advance` next, or `disconnect`.
+        Does nothing if the link has ended.
         """
         if not self.has_hung_up():
             self._error = ConnectionAbortedError(reason)
             self._detach()
 
     def _detach(self) -> None:
-        """Records that the link has ended for the agent, and drops the frames that it has not received."""
+        """Ends the link for this worker, wakes a thread that waits, and drops frames that are not in the inbox yet."""
         self._is_detached = True
         self._inbound = _Flow()
         self._relay_end.close()  # hangs up
 
     def finish(self) -> None:
-        """Called repeatedly while the agent ends: sends what is queued. Frames that are still delayed are dropped.
+        """Called repeatedly while the agent ends: sends the frames that are queued.
 
-        Closes the inner link if nothing is left to send and the agent has closed this link, or if the network is
-        frozen.
+        Frames that are still delayed are dropped. Closes the connection if this end is closed and nothing is left to
+        send, or if the test freezes the network.
         """
         self._inbound.held = self._outbound.held = 0
         if self._conditions().is_frozen:
@@ -704,9 +771,9 @@ class FaultyLink:
             self._advance()
 
     def disconnect(self) -> None:
-        """Closes the inner link at once. Frames that were not sent are lost, and the link has ended for the agent.
+        """Closes the connection to the other worker at once.
 
-        May be called again.
+        Frames that were not sent are lost, and the link has ended. May be called again.
         """
         if not self._is_disconnected:
             self._is_disconnected = True
@@ -721,7 +788,7 @@ def _sections(frame: bytes, at: int, flags: int) -> tuple[bytes, bytes, bytes]:
 
     Args:
         frame: The frame.
-        at: The offset at which the references begin.
+        at: The offset at which the references begin, after the header and the callee.
         flags: The flags of its header, which say which sections it has.
 
     Raises:
@@ -743,21 +810,28 @@ def _pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) ->
 
 
 def _explain(name: str, verdict: Verdict) -> str:
-    """Returns why a message failed, for error messages: its name, how it failed, and which of its sends this was."""
+    """Returns why a message with the name `name` failed, for error messages.
+
+    The text has the name, how it failed, and which of its failing sends this was.
+    """
     return f"the faulty agent let this {name} fail ({verdict.failure}; {verdict.attempt} of {verdict.attempts} sends)"
 
 
 def _copies(buffers: Sequence[memoryview]) -> list[memoryview]:
-    """Returns copies of the buffers; an empty list for none."""
+    """Returns a copy of each buffer, which cannot be written to; an empty list for none."""
     return [memoryview(bytes(buffer)) for buffer in buffers]
 
 
 class FaultyListener:
-    """A `Listener` that wraps each link that an inner listener accepts in a `FaultyLink`.
+    """A `Listener` that wraps each accepted link in a `FaultyLink`, on which frames fail as a test says.
 
     Args:
-        inner: The listener.
+        inner: The listener that accepts the links. `fileno`, `close` and `abandon` of this object call the methods of
+            `inner`.
         faults: What goes wrong on the links.
+
+    Attributes:
+        address: The address of the inner listener.
     """
 
     def __init__(self, inner: Listener, faults: Faults) -> None:
@@ -767,20 +841,25 @@ class FaultyListener:
         self._faults = faults
 
     def accept(self) -> FaultyLink | None:
-        """Returns the next connection that waits, in its handshake; None if there is none. Does not wait.
+        """Returns the next connection that waits, as a link in its handshake; None if there is none. Does not wait.
 
-        Raises `OSError` if the listener is closed or there are no descriptors left.
+        Raises `OSError` if the listener is closed, there are no descriptors left, or the faulty agent has ended.
         """
         link = self._accept()
         return None if link is None else FaultyLink(link, self._faults, is_connecting=False)
 
 
 class FaultyTransport:
-    """A `Transport` whose links are `FaultyLink`s around those of an inner transport. It has the same scheme.
+    """A `Transport` that wraps each link of another transport in a `FaultyLink`, on which frames fail as a test says.
 
     Args:
-        inner: The transport.
+        inner: The transport that makes the connections.
         faults: What goes wrong on the links.
+
+    Attributes:
+        scheme: The scheme of the inner transport.
+        connect_encrypted: Takes the arguments of `connect`, and returns a link that is encrypted even on loopback; None
+            if the inner transport has no such method.
     """
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
@@ -789,14 +868,16 @@ class FaultyTransport:
         self._faults = faults
         encrypted: Callable[..., Link] | None = getattr(inner, "connect_encrypted", None)
         self.connect_encrypted = None if encrypted is None else partial(self._connect, encrypted)
-        """See `TcpTransport`. None if the inner transport has no such method."""
+        """Takes the arguments of `connect`, and returns a link that is encrypted even on loopback. None if the inner
+        transport has no such method.
+        """
 
     def listen(self, host: str | None, handshake_limit: int) -> FaultyListener:
-        """Returns a listener at a new address.
+        """Returns a listener at a free address.
 
         Args:
-            host: The address to listen on, as the inner transport takes it; None for its default.
-            handshake_limit: The largest frame in bytes during a handshake.
+            host: The address of the network interface to listen on; None lets the inner transport choose.
+            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
 
         Raises:
             OSError: The inner transport cannot listen there.
@@ -804,25 +885,31 @@ class FaultyTransport:
         return FaultyListener(self._inner.listen(host, handshake_limit), self._faults)
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> FaultyLink:
-        """Returns a link to `address` that is in its handshake.
+        """Connects to the listener at `address`, and returns the link, which is in its handshake.
 
         Args:
             address: The address of the listener.
-            timeout: How many seconds connecting may take.
-            handshake_limit: The largest frame in bytes during the handshake.
+            timeout: How many seconds connecting may take; passed on to the inner transport.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
-            OSError: Nobody listens there, the timeout expired (`TimeoutError`), or the agent has ended.
+            OSError: Nobody listens there, the address is not valid, the timeout expired (`TimeoutError`), or the agent
+                has ended.
+            ProtocolError: The program that listens there is not a worker, or only one end uses encryption.
         """
         return self._connect(self._inner.connect, address, timeout, handshake_limit)
 
     def _connect(self, connect: Callable[..., Link], address: str, timeout: float, handshake_limit: int) -> FaultyLink:
-        """Connects with a method of the inner transport, and wraps the link. Raises `OSError` if that fails.
+        """Connects with a method of the inner transport, and returns its link in a `FaultyLink`.
 
         Args:
             connect: The method. It takes the other three arguments.
             address: The address of the listener.
             timeout: How many seconds connecting may take.
-            handshake_limit: The largest frame in bytes during the handshake.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
+
+        Raises:
+            OSError: Nobody listens there, the timeout expired (`TimeoutError`), or the agent has ended.
+            ProtocolError: The program that listens there is not a worker, or only one end uses encryption.
         """
         return FaultyLink(connect(address, timeout, handshake_limit), self._faults, is_connecting=True)

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 CLOSE_TIMEOUT_S: Final = 1.0
-"""How many seconds `close` gives the links to send the frames that are queued."""
+"""How many seconds `Relay.close` gives the links to send the frames that are queued."""
 _CLOSE_INTERVAL_S: Final = 0.01
+"""How many seconds the thread of a closing relay waits between two tries to send what is queued."""
 
 
 class Relay:
     """The thread that reads the links of one faulty agent, and delivers messages that were delayed.
+
+    Made without a thread, which starts with the first link or timer. `close` must be called at the end.
 
     Attributes:
         lock: Held while anything about the links or the timers is read or changed.
@@ -67,7 +70,8 @@ class Relay:
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
         """Calls a function `seconds` from now, on the thread of the relay and under the lock. Logs what it raises.
 
-        Does nothing if the relay is closing. If the relay closes before the time has come, the function is not called.
+        0 means as soon as the thread can. Does nothing if the relay is closing. If the relay closes before the time has
+        come, the function is not called.
         """
         with self.lock:
             if not self.is_closing:
@@ -83,7 +87,10 @@ class Relay:
             self._thread = thread
 
     def _run(self) -> None:
-        """The thread: handles events and timers until the relay has closed. Exceptions of handlers are logged."""
+        """The code of the thread: handles events and timers until the relay has closed, then closes all links.
+
+        An exception of a handler is logged, and the thread goes on.
+        """
         while not self._has_ended():
             for handler in [*self.poller.wait(self._seconds_to_wait()), self._call_timers]:
                 try:
@@ -94,9 +101,9 @@ class Relay:
         self._disconnect_all()
 
     def _has_ended(self) -> bool:
-        """Returns True if the thread has to end: the relay is closing, and no link is left or its time is over.
+        """Returns True if the thread has to end: `close` was called, and no link is left or `CLOSE_TIMEOUT_S` is over.
 
-        While the relay is closing, this also makes the links send what is queued.
+        After `close` was called, this also makes the links send what is queued.
         """
         with self.lock:
             if self._deadline is None:
@@ -106,7 +113,10 @@ class Relay:
             return not self.links or monotonic() >= self._deadline
 
     def _seconds_to_wait(self) -> float | None:
-        """Returns how many seconds the thread may wait for events; None for no limit, if there are no timers."""
+        """Returns how many seconds the thread may wait for events: until the next timer; None if there is none.
+
+        While the relay is closing, it is `_CLOSE_INTERVAL_S`.
+        """
         with self.lock:
             if self._deadline is not None:
                 return _CLOSE_INTERVAL_S
@@ -121,7 +131,7 @@ class Relay:
         """Ends the thread. Links that are still open send the frames that are queued, then all links are closed.
 
         Delayed messages whose time has not come, and messages on a frozen network, are dropped. Waits at most twice
-        `CLOSE_TIMEOUT_S`. A second call does nothing.
+        `CLOSE_TIMEOUT_S`, and raises nothing then. A second call does nothing.
         """
         with self.lock:
             if self.is_closing:
@@ -136,7 +146,7 @@ class Relay:
             thread.join(2 * CLOSE_TIMEOUT_S)
 
     def _disconnect_all(self) -> None:
-        """Closes all links and the poller."""
+        """Closes all links and the poller. Frames that are still queued are lost."""
         with self.lock:
             for link in list(self.links):
                 link.disconnect()
@@ -145,7 +155,7 @@ class Relay:
     def abandon(self) -> None:
         """Called in a forked child, where the thread does not exist: closes the child's copies of descriptors.
 
-        The links of the parent are not disturbed.
+        The links of the parent are not disturbed. No links and timers are accepted from then on. Raises nothing.
         """
         self.lock = threading.RLock()  # the thread of the parent may have held the old one
         self._deadline = 0.0

@@ -16,21 +16,36 @@ from farcall.rendezvous.store import Store
 
 
 class _Keys:
-    """The keys and values that all ends of one store share, and the condition that guards them."""
+    """The keys and values that all ends of one store share. Empty at first.
+
+    Attributes:
+        changed: The condition that guards `values`. It is notified when a key is set.
+        values: The values by key.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.values: dict[str, bytes] = {}
 
     def under(self, prefix: str) -> dict[str, bytes]:
-        """Returns all keys that begin with `prefix`, with their values; empty if there are none."""
+        """Returns a new dict of all keys that begin with `prefix`, with their values; empty if there are none.
+
+        An empty prefix gives all keys. The caller must hold `changed`.
+        """
         return {key: value for key, value in self.values.items() if key.startswith(prefix)}
 
 
 class MemoryStore(Store):
-    """One worker's end of a store in memory. Its methods raise `RendezvousError` once this end is closed.
+    """One worker's end of a store in memory, for the rendezvous of a `LocalGroup`.
 
-    `close` and `another_end` still work then. A new `MemoryStore()` has no keys.
+    A new `MemoryStore()` has no keys. `another_end` returns an end for another worker, which shares the keys. Once an
+    end is closed, its methods raise `RendezvousError`, except `close` and `another_end`.
+
+    Example:
+        >>> store = MemoryStore()
+        >>> store.set("key", b"value")
+        >>> store.another_end().get("key", 0)
+        b'value'
     """
 
     def __init__(self) -> None:
@@ -38,20 +53,29 @@ class MemoryStore(Store):
         self._closed = False
 
     def another_end(self) -> MemoryStore:
-        """Returns another end with the same keys, for another worker. That worker has to close it."""
+        """Returns another end with the same keys, for another worker. That worker has to close it.
+
+        It works also if this end is closed; the new end is open.
+        """
         end = MemoryStore()
         end._keys = self._keys
         return end
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key, replacing any earlier value, and wakes threads that wait for the key."""
+        """Sets a key, replacing any earlier value, and wakes threads that wait for the key at any end.
+
+        The types are not checked. Raises `RendezvousError` if this end is closed.
+        """
         with self._keys.changed:
             self._check_open()
             self._keys.values[key] = value
             self._keys.changed.notify_all()
 
     def set_new(self, key: str, value: bytes) -> bytes:
-        """Sets a key unless it exists. Returns the value that the key has now, which may be an earlier one."""
+        """Sets a key unless it exists. Returns the value that the key has now: `value`, or the earlier one.
+
+        Raises `RendezvousError` if this end is closed.
+        """
         with self._keys.changed:
             self._check_open()
             there = self._keys.values.setdefault(key, value)
@@ -61,7 +85,8 @@ class MemoryStore(Store):
     def get(self, key: str, timeout: float) -> bytes:
         """Waits up to `timeout` seconds for a key, and returns its value. With 0 it does not wait.
 
-        Raises `RendezvousTimeoutError` if the key does not appear in time.
+        Raises `RendezvousTimeoutError` if the key does not appear in time, and `RendezvousError` if this end is closed,
+        also while it waits.
         """
         with self._keys.changed:
             self._check_open()
@@ -72,8 +97,8 @@ class MemoryStore(Store):
     def add(self, key: str, amount: int) -> int:
         """Adds `amount` to a counter, which is 0 if the key does not exist, and returns the sum.
 
-        Raises `RendezvousError`, and changes nothing, if the key holds a value that is not a decimal number, or the sum
-        would exceed 64 bits.
+        Raises `RendezvousError`, and changes nothing, if the key holds a value that is not a decimal number, the sum
+        would exceed 64 bits, or this end is closed.
         """
         with self._keys.changed:
             self._check_open()
@@ -92,7 +117,11 @@ class MemoryStore(Store):
 
         Args:
             key: The key. One that does not exist gives False.
-            expected: If given, the key is deleted only if it has this value.
+            expected: If given, the key is deleted only if it has this value; otherwise False is returned. None for any
+                value.
+
+        Raises:
+            RendezvousError: This end is closed.
         """
         with self._keys.changed:
             self._check_open()
@@ -103,7 +132,10 @@ class MemoryStore(Store):
             return True
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
-        """Returns all keys that begin with `prefix`, with their values; empty if there are none. Does not wait."""
+        """Returns all keys that begin with `prefix`, with their values; empty if there are none. Does not wait.
+
+        An empty prefix gives all keys. Raises `RendezvousError` if this end is closed.
+        """
         with self._keys.changed:
             self._check_open()
             return self._keys.under(prefix)
@@ -111,7 +143,14 @@ class MemoryStore(Store):
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         """Waits until at least `count` keys begin with `prefix`, and returns all of them with their values.
 
-        Raises `RendezvousTimeoutError`, with the keys that exist, if there are fewer after `timeout` seconds.
+        Args:
+            prefix: How the keys begin; empty for all keys.
+            count: How many keys to wait for; 0 does not wait.
+            timeout: How many seconds to wait; 0 does not wait.
+
+        Raises:
+            RendezvousTimeoutError: There are fewer keys after `timeout` seconds. Its `present` has those that exist.
+            RendezvousError: This end is closed, also while it waits.
         """
         with self._keys.changed:
             self._check_open()
@@ -126,16 +165,16 @@ class MemoryStore(Store):
     def close(self, early: bool = False, timeout: float = 0.0) -> None:
         """Closes this end. Threads that wait at this end raise `RendezvousError`. The other ends keep the keys.
 
-        Does not wait; both arguments are ignored.
+        Does not wait; both arguments are ignored. May be called again.
         """
         with self._keys.changed:
             self._closed = True
             self._keys.changed.notify_all()
 
     def _wait(self, there: Callable[[], bool], timeout: float) -> bool:
-        """Waits until `there()` is true, and returns True. Returns False after `timeout` seconds.
+        """Waits until `there()` is true, and returns True. Returns False after `timeout` seconds; 0 only looks.
 
-        Raises `RendezvousError` if this end is closed meanwhile. The caller must hold the condition's lock.
+        Raises `RendezvousError` if this end is closed meanwhile. The caller must hold the condition `changed`.
         """
         deadline = monotonic() + timeout
         while not there():

@@ -25,63 +25,110 @@ Rules for every link
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
     from farcall.transports.buffer_pool import BufferPool
     from farcall.transports.poller import Poller
-    from farcall.transports.shm_segments import SegmentPool
+    from farcall.transports.shm_segments import CommonSegment, SegmentPool
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Frame: TypeAlias = tuple[bytes, Sequence[memoryview]]
 """A received frame: its bytes and its buffers. The buffers are writable."""
+
+
+class CommonBuffers(list[memoryview]):
+    """The buffers of a frame that is sent on several links, one list for each link: see `Broadcast`."""
+
+    def __init__(self, broadcast: Broadcast) -> None:
+        super().__init__(broadcast.buffers)
+        self.broadcast = broadcast
+
+
+class Broadcast:
+    """Buffers that are sent on several links. Links that can share memory copy them once for all of their peers.
+
+    Use it as a context manager around the sending, and give each link its own `for_link()`.
+
+    Args:
+        buffers: The buffers. They must not change inside of `with`.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self.buffers = buffers
+        self.segment: CommonSegment | None = None
+        """The segment with the copy; None before the first link has made it."""
+
+    def for_link(self) -> CommonBuffers:
+        """Returns a list of the buffers that one link may send, and empty."""
+        return CommonBuffers(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """From now on the copy is free as soon as the peers have dropped it."""
+        if self.segment is not None:
+            self.segment.is_held = False
+
 
 FOREVER = float("inf")
 """The deadline of a caller that waits without a limit."""
 
 
 class LinkOptions(NamedTuple):
-    """The options that all established links of one worker share."""
+    """The options that all established links of one worker share.
+
+    Attributes:
+        poller: Waits for frames on all links of this worker, and flushes links that have queued frames.
+        segments: Creates the shared memory that this worker writes into.
+        received: Provides the memory for large buffers that arrive.
+        spin_s: Seconds for which a thread that waits for frames checks for them again and again before it sleeps; 0 to
+            sleep at once.
+        copy_shared: Whether buffers that arrive in shared memory are copied at once. Set it if buffers are checked
+            before they are used, because the other end could change shared memory in between.
+        max_frame_size: The most bytes of a frame with its buffers. The link refuses larger frames from the other end.
+    """
 
     poller: Poller
-    """Waits for frames on all links of this worker, and flushes links that have queued frames."""
     segments: SegmentPool
-    """Creates the shared memory that this worker writes into."""
     received: BufferPool
-    """Memory for large buffers that arrive."""
     spin_s: float
-    """Seconds for which a thread that waits for frames checks for them again and again before it sleeps; 0 to sleep at
-    once."""
     copy_shared: bool
-    """Whether buffers that arrive in shared memory are copied at once. Needed if they are checked before they are
-    used, because the other end could change them in between."""
     max_frame_size: int
-    """The most bytes of a frame with its buffers. The link refuses larger frames from the other end."""
 
 
 class LinkCounts(NamedTuple):
-    """The numbers of bytes that a link has received and sent so far, buffers included."""
+    """The numbers of bytes that a link has received and sent so far, buffers included.
+
+    Attributes:
+        bytes_in: All bytes that were received.
+        bytes_out: All bytes that were sent.
+        bytes_shared_in: The part of `bytes_in` that arrived in shared memory.
+        bytes_shared_out: The part of `bytes_out` that was sent in shared memory.
+        bytes_returned: The part of `bytes_shared_in` in segments that this end had created. The other end has sent them
+            back without a copy.
+    """
 
     bytes_in: int
     bytes_out: int
     bytes_shared_in: int = 0
-    """The part of `bytes_in` that was in shared memory."""
     bytes_shared_out: int = 0
-    """The part of `bytes_out` that was in shared memory."""
     bytes_returned: int = 0
-    """The part of `bytes_shared_in` in segments of this end, which the other end has sent back without a copy."""
 
 
 class Link(Protocol):
-    """One end of a connection between two workers, which carries whole frames.
+    """One end of a connection between two workers. It carries whole frames.
 
-    One thread at a time may call `receive` or `wait`. Any thread may call the other methods.
+    Only one thread at a time may be in `receive` or `wait`. Any thread may call the other methods.
+
+    Attributes:
+        address: The address of the other end, for log and error messages.
+        is_established: Whether `establish` was called, so that the handshake is over.
     """
 
     address: str
-    """The address of the other end, for log and error messages."""
     is_established: bool
-    """Whether `establish` was called, so that the handshake is over."""
 
     @property
     def backlog(self) -> int:
@@ -92,9 +139,10 @@ class Link(Protocol):
 
     @property
     def network(self) -> str:
-        """Text that is the same at both ends of an unencrypted loopback link if they are in one network namespace.
+        """Text that names the network namespace of this end, for an unencrypted link on loopback.
 
-        Empty for all other links. Valid only after the first frame was received.
+        Two ends with the same text, if it is not empty, are in one network namespace. Empty for other links, and at the
+        accepting end if its worker has no certificates. Valid only after the first frame was received.
         """
 
     @property
@@ -126,16 +174,19 @@ class Link(Protocol):
         """
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """Sends one frame like `send`, and returns copies of its buffers for sending it again on another link.
+        """Sends one frame, and returns copies of its buffers, so that the frame can be sent again on another link.
+
+        Queues the frame if the other end does not read fast enough.
 
         Args:
             frame: The bytes of the frame.
-            buffers: The buffers of the frame. The list may be empty afterwards.
-            deadline: Until when to wait while a large frame is sent, as for `send`.
+            buffers: The buffers of the frame; an empty list for none. The list may be empty afterwards.
+            deadline: Until when to wait while a large frame is sent, as a time of the monotonic clock. After that the
+                rest of the frame is copied and queued, and no error is raised.
 
         Returns:
-            A copy of each buffer, which does not change when the program changes the original; an empty list for no
-            buffers.
+            A copy of each buffer; an empty list for no buffers. A copy does not change when the program changes the
+            original.
 
         Raises:
             ConnectionError: The link is closed or broken.
@@ -154,28 +205,29 @@ class Link(Protocol):
     def wait(self, seconds: float | None) -> bool:
         """Waits until frames may have arrived, the link is closed, or the time is over. Only for the thread that reads.
 
-        Signal handlers run during the wait, and their exceptions are raised here. After a signal handler this may
-        return False early; it does so within a second if the handler has received frames of this link.
+        Signal handlers run during the wait, and their exceptions are raised here. If a signal handler receives the
+        frames of this link itself, this returns False within a second.
 
         Args:
             seconds: How long to wait at most; None for no limit, 0 to only look.
 
         Returns:
-            True if `receive` should be called, else False.
+            True if `receive` should be called. False when the time is over, and perhaps earlier after `wake` or a
+            signal.
 
         Raises:
             ConnectionError: This end has closed the link before.
         """
 
     def has_hung_up(self) -> bool:
-        """Returns whether the other end has closed the link. Frames that it sent before may still wait to be received.
+        """Returns whether the other end has closed the link. Even then, `receive` may still have frames to return.
 
         Raises:
             ConnectionError: This end has closed the link.
         """
 
     def note_hang_up(self) -> None:
-        """Notes that the other end has closed the link: `wait` in another thread ends, later ones return at once."""
+        """Tells this link that the other end has closed it. `wait` in another thread ends; later waits end at once."""
 
     def wake(self) -> None:
         """Ends `wait` in another thread early; if no thread waits, the next `wait` returns at once. Raises nothing."""
@@ -190,8 +242,8 @@ class Link(Protocol):
     def unsent_bytes(self) -> int:
         """Returns the number of bytes that wait in this process to be sent; 0 if `close` would lose none.
 
-        It is at least 1 while the other end has not opened a shared segment that it was sent, because `close` removes
-        that segment.
+        The result is at least 1 while the other end has yet to open a shared segment, because `close` removes that
+        segment.
         """
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
@@ -211,22 +263,26 @@ class Link(Protocol):
         """
 
     def counts(self) -> LinkCounts:
-        """Returns the numbers of bytes that this link has received and sent so far."""
+        """Returns the numbers of bytes that this link has received and sent so far, also after `close`."""
 
     def sweep(self, before: float) -> None:
-        """Frees memory that was last used before `before`. Does nothing if there is none.
+        """Frees unused shared memory of this link that was last used before `before`. Does nothing if there is none.
 
         Args:
             before: A time of the monotonic clock.
         """
 
     def prepare_fork(self) -> None:
-        """Must be called before this process forks: memory that the child inherits is not written again."""
+        """Must be called before this process forks. Keeps the received buffers of the child unchanged.
+
+        A forked child inherits buffers in shared memory. From now on neither end reuses that memory for other frames.
+        """
 
     def close(self) -> None:
         """Closes the link in both directions, and drops queued frames. May be called twice.
 
-        Frames that have left this process may still arrive. `send` and `receive` raise `ConnectionError` from then on.
+        Frames that have left this process may still arrive. From now on `send`, `receive` and `wait` raise
+        `ConnectionError`.
         """
 
     def abandon(self) -> None:
@@ -234,10 +290,13 @@ class Link(Protocol):
 
 
 class Listener(Protocol):
-    """Accepts connections from other workers at one address."""
+    """Accepts connections from other workers at one address.
+
+    Attributes:
+        address: The address to pass to `Transport.connect`.
+    """
 
     address: str
-    """The address to pass to `Transport.connect`."""
 
     def fileno(self) -> int:
         """Returns a file descriptor that is readable when a link can be accepted.
@@ -261,10 +320,13 @@ class Listener(Protocol):
 
 
 class Transport(Protocol):
-    """A way to connect workers. A worker has one object of each transport. Transports have no threads."""
+    """A way to connect workers, such as TCP. A worker has one object of each transport. Transports have no threads.
+
+    Attributes:
+        scheme: The first part of all addresses of this transport, before the colon: `tcp`, for example.
+    """
 
     scheme: str
-    """The first part of all addresses of this transport, before the colon: `tcp`, for example."""
 
     def listen(self, host: str | None, handshake_limit: int) -> Listener:
         """Returns a listener at a free address of this host.
@@ -287,6 +349,7 @@ class Transport(Protocol):
             handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
-            OSError: Nothing listens at that address; `TimeoutError` if the timeout has expired.
+            OSError: The address is not valid, or nothing listens there.
+            TimeoutError: The timeout has expired.
             ProtocolError: The program that listens there is not a worker, or only one end uses encryption.
         """

@@ -35,7 +35,11 @@ def default_buffer_pool() -> BufferPool:
 
 
 class BufferPool:
-    """The memory for large buffers that arrive on all links of one worker. It is reused when no view of it is left."""
+    """The memory for large buffers that arrive on all links of one worker.
+
+    `take` returns memory. When the last view of it is dropped, the pool keeps the memory for a later `take`, at most
+    `max_kept_bytes` in all.
+    """
 
     def __init__(self, max_kept_bytes: int) -> None:
         """Creates an empty pool.
@@ -51,10 +55,11 @@ class BufferPool:
         self._returned: deque[_Block] = deque()
 
     def take(self, size: int) -> memoryview:
-        """Returns writable memory, which returns to the pool when its last view is dropped.
+        """Returns writable memory. It goes back to the pool when its last view is dropped.
 
         Args:
-            size: The number of bytes. Memory of less than 1 MiB is new and zero; larger memory has undefined contents.
+            size: The number of bytes; 0 gives an empty view. Memory of less than 1 MiB is new, zero, and never part of
+                the pool. Larger memory has undefined contents.
 
         Raises:
             MemoryError: The process has no address space left for it.
@@ -77,9 +82,9 @@ class BufferPool:
         return block.new_view(self._returned)[:size]
 
     def _collect_returned(self) -> None:
-        """Adds memory without views to the unused memory, or frees it if that would be too much.
+        """Moves blocks that have no views any more to the unused blocks, or frees those beyond the limit of the pool.
 
-        The caller has the lock.
+        The caller must hold the lock.
         """
         while self._returned:
             block = self._returned.popleft()
@@ -110,13 +115,16 @@ class BufferPool:
         self.sweep(float("inf"))
 
     def abandon(self) -> None:
-        """Closes the pool in a forked child, also if another thread of the parent was using it."""
+        """Closes the pool in a forked child: frees unused memory, and keeps none from now on.
+
+        The pool of the parent stays open. It does not matter what threads of the parent were doing at the fork.
+        """
         self._lock = threading.RLock()
         self.close()
 
 
 class _Block:
-    """One piece of memory of a pool, which holds one buffer at a time."""
+    """One piece of memory of a pool, of `capacity` bytes. It holds one buffer at a time."""
 
     __slots__ = ("_exporter_type", "_memory", "_noticed", "capacity", "returned_at")
 
@@ -135,9 +143,9 @@ class _Block:
         self._exporter_type: Any = type("_Exporter", (ctypes.c_char * capacity,), {})
 
     def new_view(self, returned: deque[_Block]) -> memoryview:
-        """Returns a view of the whole block.
+        """Returns a view of the whole block. When the last view is dropped, the block is appended to `returned`.
 
-        When the last view of it is dropped, the block is appended to `returned`.
+        No view from an earlier call may be left.
         """
         exporter = self._exporter_type.from_buffer(self._memory)
         self._noticed = weakref.ref(exporter, lambda _: returned.append(self))

@@ -45,7 +45,7 @@ _FRAME_SIZE: Final = struct.Struct("<Q")
 
 
 def sizes_of(buffers: Sequence[memoryview]) -> bytes:
-    """Returns the sizes of the buffers as encoded in a header, 8 bytes each; empty bytes for no buffers.
+    """Returns the sizes of `buffers`, encoded in 8 bytes each for a header; empty bytes for no buffers.
 
     Raises:
         ValueError: There are more than `MAX_BUFFERS` buffers.
@@ -56,12 +56,12 @@ def sizes_of(buffers: Sequence[memoryview]) -> bytes:
 
 
 def unpack_sizes(header: Buffer, at: int, count: int) -> tuple[int, ...]:
-    """Returns sizes of 8 bytes each from a header.
+    """Returns `count` numbers from a header, each of which has 8 bytes.
 
     Args:
         header: The header.
-        at: The offset of the first size.
-        count: How many sizes to return; 0 gives an empty tuple.
+        at: The offset of the first number.
+        count: How many numbers to return; 0 gives an empty tuple.
 
     Raises:
         ProtocolError: The header is too short.
@@ -72,9 +72,9 @@ def unpack_sizes(header: Buffer, at: int, count: int) -> tuple[int, ...]:
 
 
 def pack_inline(frame: bytes, buffers: Sequence[memoryview]) -> bytes:
-    """Returns the header of an internal frame that has a frame and its buffers in one piece.
+    """Returns the header of an INLINE frame: one piece that contains a small frame and its buffers.
 
-    The caller sends the frame and the buffers after it.
+    The caller sends the header, then `frame`, then `buffers`.
 
     Raises:
         ValueError: There are more than `MAX_BUFFERS` buffers.
@@ -84,14 +84,14 @@ def pack_inline(frame: bytes, buffers: Sequence[memoryview]) -> bytes:
 
 
 def unpack_inline(data: bytes, max_frame_size: int) -> Frame:
-    """Returns the frame and the buffers in an INLINE frame. The buffers are writable copies.
+    """Returns the frame and the buffers that an INLINE frame contains. The buffers are writable copies.
 
     Args:
-        data: The internal frame.
+        data: The INLINE frame: its header, the frame and the buffers.
         max_frame_size: The most bytes that the frame may have with its buffers.
 
     Raises:
-        ProtocolError: The frame is larger than that, or `data` cannot be read.
+        ProtocolError: The frame has more than `max_frame_size` bytes, or `data` is too short or has wrong sizes.
     """
     _, _, count, frame_size = _unpack(_HEADER, data)
     sizes = unpack_sizes(data, _HEADER.size, count)
@@ -110,12 +110,12 @@ def unpack_inline(data: bytes, max_frame_size: int) -> Frame:
 
 
 def pack_announcement(number: int, frame: Buffer, buffers: Sequence[memoryview]) -> bytes:
-    """Returns the internal frame that announces a frame whose bytes follow in chunks.
+    """Returns an ANNOUNCE frame, which tells the other end the sizes of a large frame whose bytes follow in chunks.
 
     Args:
-        number: The id of the frame, which its chunks have as well.
-        frame: The bytes of the frame.
-        buffers: The buffers of the frame.
+        number: The id of the large frame. The header of each of its chunks has the same id.
+        frame: The bytes of the large frame.
+        buffers: The buffers of the large frame; empty for none.
 
     Raises:
         ValueError: There are more than `MAX_BUFFERS` buffers.
@@ -125,11 +125,13 @@ def pack_announcement(number: int, frame: Buffer, buffers: Sequence[memoryview])
 
 
 def pack_supply(number: int, segment: int, buffers: Sequence[memoryview]) -> bytes:
-    """Returns the internal frame that announces the buffers of a shared segment, whose bytes follow in chunks.
+    """Returns an ANNOUNCE frame for buffers that the receiver lacks because it could not open their shared segment.
+
+    The bytes of the buffers follow in chunks.
 
     Args:
-        number: The id that the chunks have as well.
-        segment: The number of the segment, which the receiver could not open.
+        number: The id of the announcement. The header of each chunk has the same id.
+        segment: The number of the segment.
         buffers: The buffers in the segment.
 
     Raises:
@@ -140,7 +142,7 @@ def pack_supply(number: int, segment: int, buffers: Sequence[memoryview]) -> byt
 
 
 def pack_chunk_header(number: int) -> bytes:
-    """Returns the header of a chunk of the frame that was announced with the id `number`."""
+    """Returns the header of a chunk: a piece of the large frame that was announced with the id `number`."""
     return _CHUNK_HEADER.pack(CHUNK, number)
 
 
@@ -156,7 +158,11 @@ def chunks_of(frame: Buffer, buffers: Sequence[memoryview], max_bytes: int) -> I
 
 
 class Assembler:
-    """Assembles the large frames that arrive on one link from their chunks."""
+    """Assembles the large frames that arrive on one link from their chunks.
+
+    `announce` begins a frame. `add_chunk` adds a chunk to it; `space_for` and `fill` do the same without a copy. The
+    call that completes a frame returns it.
+    """
 
     def __init__(
         self,
@@ -167,10 +173,12 @@ class Assembler:
         """Creates an assembler without frames.
 
         Args:
-            new_buffer: Returns writable memory of a given size. It should use up memory only where it is written.
-            max_frame_size: The most bytes of a frame with its buffers. Larger ones are refused.
-            complete: Returns the frame that the buffers of a shared segment belong to, given the number of the segment
-                and the buffers. None if the link does not use shared memory.
+            new_buffer: Returns writable memory of a given size. The memory should be allocated only when it is written,
+                because a stranger may announce large frames.
+            max_frame_size: The most bytes of a frame with its buffers. Larger frames raise `ProtocolError`.
+            complete: Called when buffers have arrived whose shared segment this end could not open. It gets the number
+                of the segment and the buffers, and returns the frame that they belong to. None if the link does not use
+                shared memory.
         """
         self._new_buffer = new_buffer
         self._max_frame_size = max_frame_size
@@ -178,17 +186,18 @@ class Assembler:
         self._unfinished: dict[int, _LargeFrame] = {}
 
     def announce(self, data: bytes) -> Frame | None:
-        """Processes an ANNOUNCE frame: begins to assemble a frame whose chunks follow.
+        """Begins to assemble a large frame whose chunks follow.
 
         Args:
-            data: The internal frame.
+            data: The ANNOUNCE frame. It has the id of the large frame, its size and the sizes of its buffers.
 
         Returns:
-            The frame, if it has no bytes at all, so that no chunk follows; otherwise None.
+            None if chunks follow. For a large frame without any bytes no chunk follows, and the frame itself is
+            returned.
 
         Raises:
-            ProtocolError: The frame is too large, its id is in use, too many frames are incomplete, or `data` cannot be
-                read.
+            ProtocolError: The frame is too large, its id is in use, too many frames are incomplete, there is no memory
+                for it, or `data` cannot be read.
         """
         _, is_supply, count, number = _unpack(_HEADER, data)
         frame_size, *sizes = unpack_sizes(data, _HEADER.size, count + 1)
@@ -207,17 +216,17 @@ class Assembler:
         return None
 
     def space_for(self, header: Buffer, size: int) -> memoryview:
-        """Returns the memory into which the next bytes of a chunk must be received.
+        """Returns the memory into which the bytes of a chunk must be received. It has `size` bytes.
 
-        The caller must call `fill` afterwards.
+        When the memory is full, the caller must call `fill` with the same arguments.
 
         Args:
-            header: The header of the chunk.
+            header: The header of the chunk. It has the id of the large frame.
             size: The number of bytes of the chunk, without its header.
 
         Raises:
-            ProtocolError: No frame with that id was announced, or the chunk is empty or larger than the rest of its
-                buffer.
+            ProtocolError: No frame with the id in `header` was announced, or the chunk is empty or larger than the rest
+                of its buffer.
         """
         large = self._find(header)
         if large.space is None or not 0 < size <= large.space.nbytes:
@@ -225,17 +234,17 @@ class Assembler:
         return large.space[:size]
 
     def fill(self, header: Buffer, size: int) -> Frame | None:
-        """Notes that the memory of `space_for` has been filled.
+        """Notes that all bytes of a chunk were received into the memory that `space_for` returned.
 
         Args:
-            header: The header of the chunk.
-            size: The number of bytes of the chunk, without its header.
+            header: The header of the chunk, as given to `space_for`.
+            size: The number of bytes of the chunk, as given to `space_for`.
 
         Returns:
-            The frame if it is complete; otherwise None.
+            The large frame if this chunk was its last; otherwise None.
 
         Raises:
-            ProtocolError: No frame with that id was announced, or there is no memory for its next buffer.
+            ProtocolError: No frame with the id in `header` was announced, or there is no memory for its next buffer.
         """
         large = self._find(header)
         large.advance(size)
@@ -246,7 +255,10 @@ class Assembler:
         return self._finish(large)
 
     def _finish(self, large: _LargeFrame) -> Frame:
-        """Returns a complete frame. Raises `ProtocolError` if it consists of buffers that were not requested."""
+        """Returns the frame for the user of the link, given a large frame that is complete.
+
+        Raises `ProtocolError` if `large` has the buffers of a shared segment, and this end did not request them.
+        """
         if large.segment is None:
             return large.frame()
         if self._complete is None:
@@ -254,23 +266,27 @@ class Assembler:
         return self._complete(large.segment, large.frame()[1])
 
     def add_chunk(self, data: bytes) -> Frame | None:
-        """Processes a CHUNK frame that has arrived as a whole.
+        """Adds a chunk that has arrived as a whole to its large frame.
 
         Args:
-            data: The internal frame: the header and the bytes of the chunk.
+            data: The CHUNK frame: the header and the bytes of the chunk.
 
         Returns:
-            The frame that the chunk belongs to, if it is complete; otherwise None.
+            The large frame if this chunk was its last; otherwise None.
 
         Raises:
-            ProtocolError: No frame with that id was announced, or the chunk does not fit into it.
+            ProtocolError: No frame with the id in the header was announced, the chunk does not fit into that frame, or
+                there is no memory for the next buffer.
         """
         size = len(data) - CHUNK_HEADER_SIZE
         self.space_for(data, size)[:] = memoryview(data)[CHUNK_HEADER_SIZE:]
         return self.fill(data, size)
 
     def _find(self, header: Buffer) -> _LargeFrame:
-        """Returns the incomplete frame that a chunk belongs to. Raises `ProtocolError` if it was not announced."""
+        """Returns the incomplete frame that the chunk with this header belongs to.
+
+        Raises `ProtocolError` if the frame was not announced, or the header is too short.
+        """
         _, number = _unpack(_CHUNK_HEADER, header)
         large = self._unfinished.get(number)
         if large is None:
@@ -279,15 +295,21 @@ class Assembler:
 
 
 class _LargeFrame:
-    """A frame that is being received, each of its buffers into memory of its own."""
+    """A large frame that is being received. The frame itself and each of its buffers get memory of their own.
+
+    The caller receives bytes into `space` and calls `advance`, until `space` is None. Then `frame` returns the frame.
+    """
 
     __slots__ = ("_new_buffer", "_parts", "_sizes", "segment", "space")
 
     def __init__(self, sizes: Sequence[int], segment: int | None, new_buffer: Callable[[int], memoryview]) -> None:
-        """Takes memory for the first part of a frame.
+        """Takes memory for the frame itself. If that is empty, takes memory for the first buffer that is not.
+
+        The memory for each further buffer is taken when its first byte is due. Raises `ProtocolError` if there is no
+        memory.
 
         Args:
-            sizes: The sizes of the frame itself and of its buffers.
+            sizes: The size of the frame itself, then the size of each buffer.
             segment: The number of the shared segment that the buffers were in; None for an ordinary frame.
             new_buffer: Returns writable memory of a given size.
         """
@@ -300,9 +322,9 @@ class _LargeFrame:
 
     def _next_space(self) -> memoryview | None:
         # One buffer after the other: memory is taken as bytes arrive, not when they are announced.
-        """Returns memory for the next part that is not empty; None if there is none.
+        """Takes memory for the next buffer that is not empty, and returns it; None if all buffers have their memory.
 
-        Raises `ProtocolError` without memory.
+        The frame itself counts as the first buffer. Raises `ProtocolError` if there is no memory.
         """
         while len(self._parts) < len(self._sizes):
             try:
@@ -315,13 +337,16 @@ class _LargeFrame:
         return None
 
     def advance(self, count: int) -> None:
-        """Notes that `count` bytes were received into `space`, which must exist."""
+        """Notes that `count` bytes were received into `space`, which must not be None. Moves `space` behind them.
+
+        Raises `ProtocolError` if there is no memory for the next buffer.
+        """
         assert self.space is not None
         self.space = self.space[count:] if count < self.space.nbytes else self._next_space()
 
     def frame(self) -> Frame:
         # A view, because copying a large pickle would take time.
-        """Returns the complete frame and its buffers. The frame is a view, without a copy."""
+        """Returns the frame and its buffers. Only for a complete frame. Its bytes are a read-only view, not a copy."""
         return self._parts[0].toreadonly(), self._parts[1:]  # type: ignore[return-value]
 
 
@@ -338,7 +363,7 @@ def check_size(size: int, limit: int) -> None:
 
 
 def _unpack(layout: struct.Struct, data: Buffer) -> tuple[int, ...]:
-    """Returns the fields at the beginning of `data`. Raises `ProtocolError` if it is too short."""
+    """Returns the fields of `layout` at the beginning of `data`. Raises `ProtocolError` if `data` is too short."""
     if len(data) < layout.size:
         raise ProtocolError("the other end sent a header that is too short")
     return layout.unpack_from(data)

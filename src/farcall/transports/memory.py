@@ -20,13 +20,16 @@ from farcall.transports.stream import StreamLink
 
 
 class MemoryNetwork:
-    """The listeners of one test, by address. Workers connect to each other in the same network only."""
+    """A network within one process, for tests: it holds listeners by their addresses.
+
+    Workers can connect to each other if their transports use the same network.
+    """
 
     def __init__(self, backlog: int = BACKLOG) -> None:
         """Creates a network without listeners.
 
         Args:
-            backlog: How many connections wait at each listener to be accepted, at most.
+            backlog: The most connections that wait at one listener to be accepted. Further ones wait in `connect`.
         """
         self.backlog: Final = backlog
         self._changed = threading.Condition()
@@ -50,12 +53,12 @@ class MemoryNetwork:
 
         Args:
             address: The address of the listener.
-            timeout: How many seconds to wait if the queue of the listener is full; 0 to not wait.
+            timeout: How many seconds to wait while too many other connections wait to be accepted; 0 to not wait.
             handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
             ConnectionRefusedError: There is no listener at that address in this network.
-            TimeoutError: The queue of the listener was full until the timeout expired.
+            TimeoutError: Too many connections were waiting until the timeout expired.
         """
         with self._changed:
             # The wait also ends when the listener is closed meanwhile.
@@ -77,13 +80,16 @@ class MemoryNetwork:
             self._changed.notify_all()
 
     def _has_room(self, address: str) -> bool:
-        """Returns whether a connection need not wait: the listener's queue has room, or there is no such listener."""
+        """Returns whether `connect` need not wait: `address` has room for a connection, or nothing listens there.
+
+        The caller must hold the lock.
+        """
         listener = self._listeners.get(address)
         return listener is None or len(listener.waiting) < self.backlog
 
 
 class MemoryListener:
-    """A listener in a `MemoryNetwork`, created by `MemoryNetwork.listen`. `Listener` describes the methods."""
+    """Accepts connections at one address of a `MemoryNetwork`. Create it by `MemoryNetwork.listen`."""
 
     def __init__(
         self, network: MemoryNetwork, address: str, changed: threading.Condition, handshake_limit: int
@@ -91,9 +97,9 @@ class MemoryListener:
         """Creates a listener without connections.
 
         Args:
-            network: The network of the listener.
+            network: The network of the listener. `close` removes the listener from it.
             address: Its address.
-            changed: The condition of the network, which is notified when the queue of the listener has room.
+            changed: The condition of the network. The listener uses it as a lock, and notifies it after `accept`.
             handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
         """
         self.address = address
@@ -148,7 +154,7 @@ class MemoryListener:
 
 
 class MemoryTransport:
-    """The transport with the scheme `memory`, which connects workers in one `MemoryNetwork`."""
+    """The transport with the scheme `memory`, for tests. It connects workers through one `MemoryNetwork`."""
 
     scheme = "memory"
 
@@ -170,11 +176,11 @@ class MemoryTransport:
 
         Args:
             address: The address of the listener.
-            timeout: How many seconds to wait if the queue of the listener is full; 0 to not wait.
+            timeout: How many seconds to wait while too many other connections wait to be accepted; 0 to not wait.
             handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
-            ConnectionRefusedError: There is no listener at that address in this network.
-            TimeoutError: The queue of the listener was full until the timeout expired.
+            ConnectionRefusedError: There is no listener at that address in the network.
+            TimeoutError: Too many connections were waiting until the timeout expired.
         """
         return self._network.connect(address, timeout, handshake_limit)

@@ -33,7 +33,7 @@ _UNUSABLE_V6: Final = 0x08 | 0x40  # IFA_F_DADFAILED, IFA_F_TENTATIVE of linux/i
 
 
 def numeric_host(sockaddr: tuple[Any, ...]) -> str:
-    """Returns the host of a socket address as text, with `%interface` if it is an IPv6 address with a scope.
+    """Returns the host of a socket address as text. A link-local IPv6 address ends with `%` and its interface.
 
     Args:
         sockaddr: An IPv4 or IPv6 address as the socket module returns it. This is not checked.
@@ -68,15 +68,15 @@ def is_local(host: str) -> bool:
 
 
 def resolve(host: str, port: int, kind: socket.SocketKind) -> list[tuple[Any, ...]]:
-    """Returns the addresses of a host as `socket.getaddrinfo` returns them, for sockets of this kind.
+    """Returns the addresses of a host, in the form of `socket.getaddrinfo`: one tuple for each address.
 
     Args:
         host: A host name or a numeric address.
         port: The port that the addresses get; 0 for any.
-        kind: The kind of socket, such as `socket.SOCK_STREAM`.
+        kind: The kind of socket that the addresses are for, such as `socket.SOCK_STREAM`.
 
     Raises:
-        OSError: The host cannot be resolved. The error has its name.
+        OSError: The host cannot be resolved. The text of the error contains `host`.
     """
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
@@ -96,11 +96,12 @@ def interface_address(interface: str) -> str:
         interface: The name of an interface (`eth0`), or an address of this machine.
 
     Returns:
-        For a name, the IPv4 address of the interface, or an IPv6 address if it has no other. An address is returned
-        unchanged.
+        For a name, the IPv4 address of the interface, or an IPv6 address if it has no IPv4 address. An address is
+        returned unchanged.
 
     Raises:
-        UsageError: `interface` is neither an interface that is up nor an address of this machine. The error lists both.
+        UsageError: `interface` is neither an interface that is up nor an address of this machine. The error lists the
+            interfaces and their addresses.
     """
     interfaces = _interfaces()
     addresses = interfaces.get(interface)
@@ -140,13 +141,13 @@ def local_address_towards(host: str, port: int) -> str:
 
 
 def network_identity(sock: socket.socket | None = None) -> str:
-    """Returns text that is the same for two sockets in one network namespace of one kernel.
+    """Returns text that is the same for all sockets in one network namespace of one kernel.
 
-    Such sockets have the same loopback interface. The text begins with the result of `host_identity` and a slash.
-    Virtual machines that were cloned while running may have the same text.
+    Such sockets have the same loopback interface. The text is the identity of the kernel (`host_identity`), a slash,
+    and the identity of the namespace. Virtual machines that were cloned while running may have the same text.
 
     Args:
-        sock: The socket; None for the network namespace of the current thread.
+        sock: The socket, which must be open; None for the network namespace of the current thread.
     """
     with contextlib.ExitStack() as stack:
         if sock is None:
@@ -165,19 +166,20 @@ def network_identity(sock: socket.socket | None = None) -> str:
 
 @functools.cache
 def _this_host() -> str:
-    """Returns `host_identity`, read once: a process that has no descriptors left could not read it again."""
+    """Returns the text of `host_identity`. Reads it only once: a later read could fail for lack of descriptors."""
     return host_identity()
 
 
 def are_on_one_host(one: str, other: str) -> bool:
-    """Returns whether two texts from `network_identity` come from one kernel."""
+    """Returns whether two texts from `network_identity` come from one kernel. Their format is not checked."""
     return one.partition("/")[0] == other.partition("/")[0]
 
 
 def host_identity() -> str:
-    """Returns text that is the same for all processes under one kernel, also in different containers.
+    """Returns text that identifies the running kernel: the same in all processes and containers under it.
 
-    It is a hint, not a proof: virtual machines that were cloned while running may have the same text. Raises nothing.
+    The text is a hint, not a proof: virtual machines that were cloned while running may have the same text. Raises
+    nothing.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -223,12 +225,15 @@ def _is_up(probe: socket.socket, name: str) -> bool:
 
 def _ask(probe: socket.socket, question: int, interface: str) -> bytes:
     # A struct ifreq: the name in 16 bytes, then at most 24 bytes for the answer.
-    """Returns the kernel's answer to an ioctl about an interface, a struct ifreq. Raises `OSError` if there is none."""
+    """Returns the kernel's answer to the ioctl `question` about an interface: a struct ifreq.
+
+    Raises `OSError` if the kernel has no answer. `probe` is any IPv4 socket.
+    """
     return fcntl.ioctl(probe, question, struct.pack("16s24x", interface.encode()))
 
 
 def _ipv6_addresses() -> list[tuple[str, str]]:
-    """Returns pairs of interface and usable IPv6 address; an empty list if the kernel has no table of them.
+    """Returns pairs of interface name and usable IPv6 address; an empty list if the kernel has no table of them.
 
     A line of the table has: address, index, prefix, scope, flags, interface.
     """
@@ -255,7 +260,7 @@ def _preference(address: str) -> tuple[bool, bool]:
 def _is_ours(address: str) -> bool:
     """Returns whether this machine can listen at an address, by trying to bind to it. False if it is not numeric.
 
-    The list of interfaces is not enough: the kernel has more addresses, such as 127.0.0.2 and aliases.
+    The list of interfaces is not enough: the kernel accepts more addresses than interfaces have, such as 127.0.0.2.
     """
     try:
         parsed = ipaddress.ip_address(address)

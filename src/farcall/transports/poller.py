@@ -17,6 +17,9 @@ Which thread is woken
 The other ends of links with rings have our events as descriptors. A faulty one could read an event, and so remove a
 wake-up for another link. So no sleep is longer than a second (`MAX_SLEEP_S`; `_native` does the same for the leader).
 
+Each reply through a socket costs a system call, and encryption if the link is encrypted. So while more requests are
+queued, the replies of the leader are collected, and sent together (`collect`).
+
 Before it sleeps, the leader spins on its rings as long as a peer runs on another core (`_native/ring.h`). Nothing tells
 what a peer behind a socket does. So the leader spins on its epoll only if the last wait was over within twice the time
 of a spin, if it was not preempted lately, and not in the middle of a large frame (`skip_spin`). Without the C extension
@@ -32,6 +35,7 @@ import os
 import select
 import threading
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -47,6 +51,8 @@ _ALWAYS: Final = select.EPOLLHUP | select.EPOLLERR
 """Events that the kernel always reports."""
 _MAX_SPIN_S: Final = 100e-6
 """The longest time for which `wait` spins before it sleeps."""
+_COLLECT_S: Final = 100e-6
+"""How long replies are collected before they are sent, if no request takes longer than that."""
 MAX_SLEEP_S: Final = 1.0
 """How long the standby thread sleeps at most before it checks whether it is needed."""
 
@@ -59,7 +65,13 @@ class Pollable(Protocol):
 
 
 class _Entry(NamedTuple):
-    """What is watched on one descriptor, and for which events."""
+    """What the poller watches on one descriptor.
+
+    Attributes:
+        link: The link or listener that has the descriptor.
+        handler: What the leader calls after an event.
+        events: The epoll events that are watched, as a bit mask.
+    """
 
     link: Any
     handler: Handler
@@ -67,10 +79,12 @@ class _Entry(NamedTuple):
 
 
 class Poller:
-    """Waits for the links and listeners of one worker, and says which handlers to call.
+    """Waits for events on the links and listeners of one worker, and says which handlers to call.
 
-    The *leader* is the thread that calls `wait` and then the handlers. The *standby thread* is woken when frames arrive
-    while the leader runs user code. A *ring* is a queue of frames in shared memory.
+    The *leader* is the thread that calls `wait` and then the handlers, which may run functions for other workers. While
+    it runs such a function, it calls no `wait`. Then frames that arrive wake the *standby thread*, which is in
+    `stand_by`, so that it can take over. A *ring* is a queue of frames in shared memory; other links have a socket
+    only.
     """
 
     def __init__(self, spin_s: float, use_rings: bool = True) -> None:
@@ -107,6 +121,13 @@ class Poller:
         self._is_running = False  # the leader runs user code, or waits for a call of its own
         self._unsent: dict[Link, None] = {}  # links whose ring is full
         self._awaiting_room: set[Any] = set()  # links whose socket is full
+        self._has_run = False  # the leader has run user code since its last wait, and sockets are watched
+        self.collector = 0
+        """The ident of the leader while it runs user code and more requests are queued; else 0. See `collect`."""
+        self.must_send = False
+        """Whether the leader must call `send_collected` before it runs user code."""
+        self._collects_until = 0.0
+        self._collected: dict[Any, None] = {}  # links with replies that were not sent yet
         self._is_closed = False
 
     # Watching
@@ -169,9 +190,9 @@ class Poller:
             self._register(listener, handler, select.EPOLLIN)
 
     def note_ring(self, link: Link) -> None:
-        """Notes that a link has a ring now, so that frames in it are noticed. Called by the link.
+        """Notes that a link now has a ring. From now on `wait` also returns the link's handler for frames in the ring.
 
-        Does nothing if `watch` was not called for the link. Raises `OSError` if the link is closed.
+        Called by the link. Does nothing if `watch` was not called for the link. Raises `OSError` if the link is closed.
         """
         with self._lock:
             entry = self._entries.get(link.fileno())
@@ -179,7 +200,7 @@ class Poller:
                 self.watch(link, entry.handler)
 
     def unwatch(self, source: Pollable) -> None:
-        """Removes the handler of a link or listener, which should be closed only afterwards.
+        """Removes the handler of a link or listener. Call this before the link or listener is closed.
 
         Does nothing if there is no handler.
         """
@@ -197,14 +218,14 @@ class Poller:
                 self._unregister(descriptor, entry.events)
 
     def _forget_ring(self, link: Any) -> None:
-        """Watches the ring of a link no longer. Does nothing if it has none, or if it is not watched."""
+        """Ends the watching of a link's ring. Does nothing if the link has no ring, or its ring is not watched."""
         ring = getattr(link, "ring", None)
         if ring is not None and self._ring_handlers.pop(ring, None) is not None:
             self._waiter.watch(tuple(self._ring_handlers))
             ring.unwatch()
 
     def _register(self, source: Any, handler: Handler, events: int) -> None:
-        """Watches a descriptor for events, instead of what it was watched for before.
+        """Watches the descriptor of `source` for `events`, with `handler`. Replaces an earlier handler and its events.
 
         Raises `OSError` if `source` is closed.
         """
@@ -223,9 +244,9 @@ class Poller:
         self._stream_count += _is_stream(events)
 
     def _unregister(self, descriptor: int, events: int) -> None:
-        """Watches a descriptor no longer for `events`.
+        """Ends the watching of a descriptor. `events` are the events for which it is watched.
 
-        Does nothing if the poller is closed, or the descriptor was closed.
+        Does nothing if the poller or the descriptor is closed.
         """
         if self._is_closed:
             return
@@ -239,7 +260,10 @@ class Poller:
         self._stream_count -= _is_stream(events)
 
     def _standby_home(self, events: int) -> select.epoll:
-        """Returns the epoll of the standby thread for a descriptor that is watched for these events."""
+        """Returns the epoll of the standby thread for a descriptor that is watched for `events`.
+
+        It is `_streams` for a socket that carries frames, and `_rare` for everything else.
+        """
         return self._streams if _is_stream(events) else self._rare
 
     def await_room(self, link: Link, is_waiting: bool) -> None:
@@ -287,8 +311,8 @@ class Poller:
             The handlers; an empty list if the time is over. After `wake` it returns early, perhaps with an empty list.
         """
         self._is_running = False
-        if self._is_armed:
-            self._arm_standby(False)
+        if self._has_run:
+            self._end_run()
         ready = self._waiter.wait(seconds)
         handlers = []
         entries, ring_handlers = self._entries, self._ring_handlers
@@ -308,9 +332,9 @@ class Poller:
         return handlers
 
     def skip_spin(self) -> None:
-        """Lets the next `wait` sleep without spinning, so that larger pieces of a large frame arrive.
+        """Makes the next `wait` sleep at once, instead of checking for events again and again first.
 
-        Called by links.
+        Links call this in the middle of a large frame, because more bytes arrive at once after a sleep.
         """
         self._waiter.skip_spin()
 
@@ -319,18 +343,22 @@ class Poller:
         os.eventfd_write(self.leader_event, 1)
 
     def run(self, has_more: bool) -> None:
-        """Notes that the leader is about to run user code: frames that arrive from now on wake the standby thread.
+        """Notes that the leader is about to run a function for another worker.
+
+        From now on, frames that arrive wake the standby thread. That ends at the next `wait`.
 
         Args:
             has_more: Whether more requests are queued. Then the standby thread is woken at once.
         """
         self._is_running = True
         self._waiter.run(has_more, False)
-        if self._stream_count and not self._is_armed:
-            self._arm_standby(True)
+        if self._stream_count:
+            self._begin_run(has_more)
 
     def block(self, has_more: bool) -> None:
-        """Notes that the function that the leader runs waits for a call of its own, so another thread must read.
+        """Notes that the leader waits for a call, inside of a function that it runs for another worker.
+
+        Another thread must read the links meanwhile.
 
         Args:
             has_more: Whether more requests are queued. Then the standby thread is woken at once; otherwise the next
@@ -338,17 +366,78 @@ class Poller:
         """
         self._is_running = True
         self._waiter.run(has_more, True)
-        if self._stream_count and not self._is_armed:
+        if self._stream_count:
+            self._begin_run(False)
+
+    def _begin_run(self, has_more: bool) -> None:
+        """Makes frames that arrive through sockets wake the standby thread.
+
+        If `has_more`, also begins to collect the replies of this thread, to send them together. Otherwise ends that.
+        """
+        self._has_run = True
+        if not self._is_armed:
             self._arm_standby(True)
+        if has_more or self.collector:
+            collector, now = get_ident() if has_more else 0, monotonic()
+            if collector != self.collector or now >= self._collects_until:
+                self.collector, self._collects_until = collector, now + _COLLECT_S
+                self.must_send = bool(self._collected)
+
+    def _end_run(self) -> None:
+        """Undoes `_begin_run`, before the leader waits.
+
+        Frames do not wake the standby thread any more, and collected replies are sent.
+        """
+        self._has_run = False
+        if self._is_armed:
+            self._arm_standby(False)
+        self.collector = 0
+        self.send_collected()
+
+    def collect(self, link: Any, frame: bytes) -> bool:
+        """Keeps a reply of the leader back, to send it together with the replies to the requests that are queued.
+
+        A reply is kept back for about a millisecond at most. If the next request takes longer, the standby thread
+        becomes the leader and sends all collected replies.
+
+        Args:
+            link: The link, a `StreamLink`.
+            frame: The reply, which has no buffers.
+
+        Returns:
+            True if the reply was collected. False if the caller must send it: this thread is not the leader, or no
+            other request is queued.
+        """
+        me = get_ident()
+        if self.collector != me:
+            return False
+        link.append(frame)
+        self._collected[link] = None
+        if self.collector != me:  # another thread has become the leader, perhaps before it could see the reply
+            self.send_collected()
+        return True
+
+    def send_collected(self) -> None:
+        """Sends all collected replies. Raises nothing, does not wait."""
+        self.must_send = False
+        while self._collected:
+            try:
+                link, _ = self._collected.popitem()
+            except KeyError:  # another thread does the same
+                return
+            _flusher(link)()
 
     def _arm_standby(self, is_armed: bool) -> None:
-        """Sets whether frames that arrive through sockets wake the standby thread."""
+        """Sets whether the next frame that arrives through a socket wakes the standby thread."""
         self._is_armed = is_armed
         events = select.EPOLLIN | select.EPOLLONESHOT if is_armed else 0
         self._standby_epoll.modify(self._streams.fileno(), events)
 
     def stand_by(self) -> None:
-        """Sleeps until this thread may be needed, at most `MAX_SLEEP_S`. Only for the standby thread."""
+        """Sleeps until a frame, a hang-up, a new connection or `wake_standby` needs this thread, or for `MAX_SLEEP_S`.
+
+        Only for the standby thread. It may also return without a reason.
+        """
         self._standby_epoll.poll(MAX_SLEEP_S)
         self._is_armed = False  # a socket event has disarmed it: the leader must arm it for its next function
         try:
@@ -357,11 +446,14 @@ class Poller:
             pass
 
     def clear_alert(self) -> None:
-        """Makes later frames wake the standby thread again. That thread calls this before it looks for work."""
+        """Allows `run` and `block` to wake the standby thread again. They wake it only once before this call.
+
+        The standby thread calls this before it looks for work.
+        """
         self._waiter.clear_alert()
 
     def has_rare_events(self) -> bool:
-        """Returns whether there are new connections or hang-ups that the leader has not handled yet."""
+        """Returns whether there are new connections or hang-ups that the leader has not handled yet. Does not wait."""
         return bool(self._rare.poll(0))
 
     def wake_standby(self) -> None:
@@ -396,7 +488,7 @@ class Poller:
 
 
 def _is_stream(events: int) -> bool:
-    """Returns whether a descriptor that is watched for these events is a socket that carries frames."""
+    """Returns whether `events` are those of a socket that carries frames: they contain all bits of `_READ`."""
     return events & _READ == _READ
 
 
@@ -413,7 +505,10 @@ def _flusher(link: Link) -> Handler:
 
 
 class _PlainWaiter:
-    """Waits for the events of an epoll, for a poller without rings. Has the methods of `_native.rings.Waiter`."""
+    """Waits for the events of an epoll, for a poller without rings.
+
+    It replaces the class `Waiter` of the C extension, and has the same methods.
+    """
 
     def __init__(self, epoll: select.epoll, leader_event: int, standby_event: int, spin_s: float) -> None:
         """Creates a waiter.
@@ -422,7 +517,8 @@ class _PlainWaiter:
             epoll: The epoll of the leader.
             leader_event: The eventfd that wakes the leader.
             standby_event: The eventfd that wakes the standby thread.
-            spin_s: Seconds for which `wait` spins before it sleeps, at most 0.1 ms.
+            spin_s: Seconds for which `wait` checks for events again and again before it sleeps; more than 0.1 ms counts
+                as 0.1 ms.
         """
         self._epoll = epoll
         self._leader_event = leader_event
@@ -433,12 +529,16 @@ class _PlainWaiter:
         self._epoll.register(leader_event, select.EPOLLIN | select.EPOLLET)
 
     def watch(self, pairs: tuple[Any, ...]) -> None:
-        """Does nothing for an empty tuple. Raises `TypeError` for rings, which need the C extension."""
+        """Takes the rings to wait for, which must be none. Raises `TypeError` otherwise: rings need the C extension."""
         if pairs:
             raise TypeError("rings need the C extension")
 
     def wait(self, seconds: float | None) -> list[tuple[int, int]]:
-        """Waits for at most `seconds` (None for no limit). Returns pairs of descriptor and events, perhaps none."""
+        """Waits for events, for at most `seconds`; None for no limit, 0 to only look.
+
+        Returns pairs of descriptor and events; an empty list if the time is over, or the leader was woken for another
+        reason.
+        """
         poll = self._epoll.poll
         start = monotonic()
         stop = start + self._spin_s if self._spins else start
@@ -450,15 +550,18 @@ class _PlainWaiter:
         return [event for event in events if event[0] != self._leader_event]
 
     def skip_spin(self) -> None:
-        """Lets the next `wait` sleep without spinning."""
+        """Makes the next `wait` sleep at once, instead of checking for events again and again first."""
         self._spins = False
 
     def run(self, has_more: bool, is_blocked: bool) -> None:
-        """Wakes the standby thread if `has_more`, unless it was woken and has not called `clear_alert` since."""
+        """Wakes the standby thread if `has_more`. Does nothing if it was woken before without `clear_alert` since.
+
+        `is_blocked` is ignored.
+        """
         if has_more and not self._is_alerted:
             self._is_alerted = True
             os.eventfd_write(self._standby_event, 1)
 
     def clear_alert(self) -> None:
-        """Lets `run` wake the standby thread again."""
+        """Allows `run` to wake the standby thread again."""
         self._is_alerted = False

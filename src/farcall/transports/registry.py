@@ -25,7 +25,7 @@ _lock: Final = threading.Lock()
 
 
 def register(name: str, factory: Factory) -> None:
-    """Registers a transport under a name, so that options can name it.
+    """Registers a transport under a name. From then on, options such as `transports=("unix", name)` can contain it.
 
     Args:
         name: The name, a Python identifier in ASCII such as `tcp`. It must be the scheme of the transport's addresses.
@@ -62,7 +62,8 @@ def new_transport(name: str, encryption: Encryption | None) -> Transport:
         encryption: The certificates of the worker; None if the worker does not encrypt.
 
     Raises:
-        UsageError: No transport has that name. The error lists the names that exist.
+        UsageError: No transport has that name. The error lists the names that exist. Errors of the registered factory
+            are raised unchanged.
     """
     with _lock:
         factory = _factories.get(name)

@@ -11,6 +11,9 @@ The two ends use these internal frames (`large_frames` has the others). All numb
     MISSING  1 type, 1 unused, 2 number of buffers, 4 segment, 8 size of each buffer. The sender cannot open that
              segment now. The receiver must send its buffers without shared memory, and use no shared memory until it
              receives OPENED again
+    COMMON   1 type, 1 unused, 2 number of buffers, 4 descriptor, 4 segment, 4 descriptor of the lease, 4 segment of
+             the lease, 8 size of each buffer; then the frame. The buffers are in that common segment of the sender,
+             which sends them to several receivers. MISSING names the segment of the lease
 
 Whether the two ends can share memory is checked when the link is set up. If it failed, it is tried again after
 `RETRY_S`, because a process may lack descriptors only for a while.
@@ -24,15 +27,17 @@ import struct
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Final
+from weakref import WeakValueDictionary
 
 from farcall.errors import ProtocolError
-from farcall.transports.base import Buffer, Frame, LinkOptions
+from farcall.transports.base import Buffer, CommonBuffers, Frame, LinkOptions
 from farcall.transports.large_frames import MAX_BUFFERS
 from farcall.transports.shm_segments import (
     MAX_SEGMENTS_PER_LINK,
     RETRY_S,
     TOKEN_SIZE,
     CannotOpenError,
+    CommonSegment,
     Place,
     ReturnableBuffers,
     SegmentPool,
@@ -46,11 +51,14 @@ RETURNED: Final = 5
 OFFER: Final = 6
 OPENED: Final = 7
 MISSING: Final = 8
+COMMON: Final = 12
 
 SHM_MIN_BYTES: Final = 1 << 14
 """Frames that are smaller, including their buffers, are sent without shared memory."""
 FRAME_INLINE_MAX_BYTES: Final = 1 << 13
 """The bytes of larger frames are also put into the segment."""
+COMMON_MIN_BYTES: Final = 1 << 20
+"""Smaller buffers for several receivers are copied for each: a common segment has to be mapped for every frame."""
 _MAX_SEGMENTS: Final = 128
 """The most segments of one worker. Each needs a descriptor."""
 _MAX_DEFAULT_BYTES: Final = 4 << 30
@@ -60,6 +68,7 @@ _SHARED_HEADER: Final = struct.Struct("<BBHiIxxxx")
 _RETURNED_HEADER: Final = struct.Struct("<BBHI")
 _OFFER: Final = struct.Struct(f"<Bxxxi{TOKEN_SIZE}s")
 _MISSING_HEADER: Final = _RETURNED_HEADER
+_COMMON_HEADER: Final = struct.Struct("<BBHiIiI")
 
 logger = logging.getLogger("farcall")
 
@@ -118,6 +127,8 @@ class SharedBuffers:
         self.bytes_in = self.bytes_out = self.bytes_returned = 0
         """How many bytes of buffers were received and sent in shared memory, and which part of the received ones the
         other end has sent back in segments of this end."""
+        self._common: WeakValueDictionary[int, CommonSegment] = WeakValueDictionary()
+        """The common segment that was last sent with each lease, by the number of the lease."""
         self._incomplete: dict[int, tuple[bytes, Sequence[int], bool]] = {}
         """Frames whose segment could not be opened, by the number of the segment: the frame, the sizes of its buffers,
         and whether the first buffer is the frame itself."""
@@ -191,6 +202,9 @@ class SharedBuffers:
         total = len(frame) + sum([buffer.nbytes for buffer in buffers])
         if total < SHM_MIN_BYTES or len(buffers) >= MAX_BUFFERS:  # one more may be needed for the frame itself
             return False
+        if self._peer_reads and isinstance(buffers, CommonBuffers) and self._send_common(frame, buffers, total):
+            buffers.clear()
+            return True
         returnable = self._reader.find_returnable(buffers) if self._reader is not None and buffers else None
         if returnable is not None and len(frame) <= FRAME_INLINE_MAX_BYTES:
             return self._send_back(frame, buffers, returnable)
@@ -224,6 +238,28 @@ class SharedBuffers:
         header = _SHARED_HEADER.pack(SHARED, has_frame, len(sizes), *place)
         self._send_internal(header, _pack_table(sizes), frame)
         self.bytes_out += sum(sizes)
+
+    def _send_common(self, frame: bytes, buffers: CommonBuffers, total: int) -> bool:
+        """Sends a frame whose buffers are in a common segment, which is written for the first link.
+
+        `total` is the size of the frame with its buffers. Returns False, with nothing sent, if there is no segment or
+        the frame is too large or too small for one.
+        """
+        if total < COMMON_MIN_BYTES or len(frame) > FRAME_INLINE_MAX_BYTES:
+            return False
+        broadcast = buffers.broadcast
+        if broadcast.segment is None:
+            broadcast.segment = self._pool.write_common(broadcast.buffers)
+        lease = self._writer.new_lease() if broadcast.segment is not None else None
+        if broadcast.segment is None or lease is None:
+            return False
+        broadcast.segment.leases.append(lease)
+        self._common[lease.place.number] = broadcast.segment
+        sizes = [buffer.nbytes for buffer in buffers]
+        header = _COMMON_HEADER.pack(COMMON, 0, len(sizes), *broadcast.segment.segment.place, *lease.place)
+        self._send_internal(header, _pack_table(sizes), frame)
+        self.bytes_out += sum(sizes)
+        return True
 
     def _send_back(self, frame: bytes, buffers: list[memoryview], returnable: ReturnableBuffers) -> bool:
         """Sends buffers back in the segment in which they came, or copies in another one if other views exist.
@@ -297,6 +333,8 @@ class SharedBuffers:
             return self._receive_shared(data)
         if kind == RETURNED:
             return self._receive_returned(data)
+        if kind == COMMON:
+            return self._receive_common(data)
         if kind == OFFER and len(data) == _OFFER.size:
             _, descriptor, token = _OFFER.unpack(data)
             if self.try_offer(descriptor, token):
@@ -318,28 +356,58 @@ class SharedBuffers:
         """
         if self._reader is None:
             raise ProtocolError("the other end sent a frame in shared memory, which this end has not agreed to")
-        (_, has_frame, count, descriptor, number), sizes, frame = _unpack(_SHARED_HEADER, data)
-        size = sum(sizes)
-        if len(frame) + size > self._max_frame_size:
+        (_, has_frame, _, descriptor, number), sizes, frame = _unpack(_SHARED_HEADER, data)
+        self._check_size(len(frame) + sum(sizes))
+        reader = self._reader
+        return self._receive_from(
+            lambda: reader.read(Place(descriptor, number), sizes), number, frame, sizes, bool(has_frame)
+        )
+
+    def _receive_common(self, data: bytes) -> Frame | None:
+        """Returns the frame in a COMMON frame. The rest is as in `_receive_shared`."""
+        if self._reader is None:
+            raise ProtocolError("the other end sent a frame in shared memory, which this end has not agreed to")
+        (_, _, _, descriptor, number, lease_descriptor, lease), sizes, frame = _unpack(_COMMON_HEADER, data)
+        self._check_size(len(frame) + sum(sizes))
+        places = Place(descriptor, number), Place(lease_descriptor, lease)
+        reader = self._reader
+        return self._receive_from(lambda: reader.read_common(*places, sizes), lease, frame, sizes, False)
+
+    def _check_size(self, size: int) -> None:
+        """Raises `ProtocolError` if a frame and its buffers have more bytes together than this worker takes."""
+        if size > self._max_frame_size:
             raise ProtocolError(
-                f"the other end sent a frame of {len(frame) + size:,} bytes in shared memory; this worker takes "
+                f"the other end sent a frame of {size:,} bytes in shared memory; this worker takes "
                 f"{self._max_frame_size:,} at most (max_message_size)"
             )
+
+    def _receive_from(
+        self,
+        read: Callable[[], list[memoryview]],
+        number: int,
+        frame: bytes,
+        sizes: Sequence[int],
+        has_frame: bool,
+    ) -> Frame | None:
+        """Returns a frame with the buffers that `read` returns from shared memory.
+
+        `number` is the segment by which its buffers are requested if they cannot be opened now. Then returns None.
+        """
         try:
-            buffers = self._reader.read(Place(descriptor, number), sizes)
+            buffers = read()
         except CannotOpenError as error:
             logger.info("a segment cannot be opened, and its buffers are asked for another way: %s", error)
             if number in self._incomplete or len(self._incomplete) >= MAX_SEGMENTS_PER_LINK:
                 raise ProtocolError(f"two frames came in segment {number} at once, or too many segments") from None
-            self._incomplete[number] = frame, sizes, bool(has_frame)
-            self._send_internal(_MISSING_HEADER.pack(MISSING, 0, count, number), _pack_table(sizes))
+            self._incomplete[number] = frame, sizes, has_frame
+            self._send_internal(_MISSING_HEADER.pack(MISSING, 0, len(sizes), number), _pack_table(sizes))
             return None
         except (OSError, ValueError) as error:
             raise ProtocolError(f"the other end named shared memory that is not there: {error}") from None
-        self.bytes_in += size
+        self.bytes_in += sum(sizes)
         if self._copies:
             buffers = [self._copy(buffer) for buffer in buffers]
-        return _with_frame(frame, buffers, bool(has_frame))
+        return _with_frame(frame, buffers, has_frame)
 
     def _receive_returned(self, data: bytes) -> Frame:
         """Returns the frame in a RETURNED frame. Raises `ProtocolError` if the other end does not have that segment."""
@@ -387,7 +455,12 @@ class SharedBuffers:
         """
         (_, _, _, number), sizes, _ = _unpack(_MISSING_HEADER, data)
         try:
-            buffers = self._writer.contents(number, sizes)
+            common = self._common.get(number)
+            if common is not None and common.has_lease(number):
+                self._writer.contents(number, ())  # raises if the other end has freed the lease
+                buffers = common.contents(sizes)
+            else:
+                buffers = self._writer.contents(number, sizes)
         except OSError as error:
             raise ProtocolError(f"the other end asked for what it was not sent: {error}") from None
         self._peer_reads = False
@@ -411,6 +484,7 @@ class SharedBuffers:
             before: A time of the monotonic clock.
         """
         self._writer.sweep(before)
+        self._pool.sweep_common(before)
         if self._reader is not None:
             self._reader.sweep(before - RETRY_S)  # later than the writer does, so that it need not map them again
 
@@ -471,4 +545,4 @@ def _with_frame(frame: bytes, buffers: Sequence[memoryview], has_frame: bool) ->
 
 def is_shared_kind(data: Buffer) -> bool:
     """Returns whether an internal frame is one that `SharedBuffers.receive` processes; False if `data` is empty."""
-    return bool(data) and SHARED <= data[0] <= MISSING
+    return bool(data) and (SHARED <= data[0] <= MISSING or data[0] == COMMON)

@@ -9,6 +9,11 @@ If a function changes an array and returns it, the result is sent back without a
 refers to the buffers when they are sent back, the reply only names the segment and the offsets (`ReturnableBuffers`).
 The writer then uses the buffers in its own segment.
 
+A frame that goes to several readers has its buffers in one *common segment*, which is written once. Each reader maps
+it privately: what it changes, the others do not see. The frame also names a *lease*, a segment without buffers that is
+for this reader alone. The reader keeps the lease in use as long as it has views of the common segment. So the lease
+has the life that a segment with the buffers would have, and the common segment is free when all its leases are.
+
 Layout of a segment
 
     offset  size  contents
@@ -21,7 +26,8 @@ Layout of a segment
 Rules
 - A segment is a sealed memfd. It has no name, so a killed process leaves no file behind. It cannot shrink, so neither
   end can crash the other with SIGBUS.
-- A segment is for one reader and holds the buffers of one frame at a time.
+- A segment is for one reader and holds the buffers of one frame at a time. A common segment has several readers, one
+  lease for each, and is never sent back.
 - The reader can write anything into a segment, including the byte that says whether it is in use. So the writer also
   remembers which segments it has sent. A reader can return each of them, or request its contents, only once.
 - A reader opens a segment through `/proc/<process>/fd/<descriptor>`. That this works is checked before any segment is
@@ -37,6 +43,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import mmap
 import os
 import secrets
@@ -125,6 +132,7 @@ class SegmentPool:
         self._lock = threading.RLock()
         self._last_number = 0
         self._probe: _WriterSegment | None = None
+        self._common: list[CommonSegment] = []
         self.is_enabled = max_bytes > 0 and hasattr(os, "memfd_create")
         """Whether shared memory may be used."""
         self._retry_at = 0.0
@@ -179,6 +187,45 @@ class SegmentPool:
         self._is_failing = False
         return segment
 
+    def write_common(self, buffers: Sequence[memoryview]) -> CommonSegment | None:
+        """Copies buffers into a common segment that is free, which is created if necessary. Does not wait.
+
+        Returns:
+            The segment, which is held until `is_held` is set to False. None if no segment can be had.
+        """
+        total = _end_of([buffer.nbytes for buffer in buffers])
+        with self._lock:
+            fitting = [each for each in self._common if each.segment.capacity >= total and each.is_free()]
+            common = min(fitting, key=lambda each: each.segment.capacity, default=None)
+            if common is None:
+                segment = self.create(_rounded_capacity(total))
+                if segment is None:
+                    return None
+                common = CommonSegment(segment)
+                self._common.append(common)
+            common.is_held = True
+            common.leases.clear()
+        try:
+            common.segment.fill(buffers)
+        except BaseException:
+            common.is_held = False
+            raise
+        common.used_at = monotonic()
+        return common
+
+    def sweep_common(self, before: float) -> None:
+        """Removes the common segments that no reader needs and that were last used before `before`.
+
+        Args:
+            before: A time of the monotonic clock.
+        """
+        with self._lock:
+            idle = [each for each in self._common if each.used_at < before and each.is_over()]
+            self._common = [each for each in self._common if each not in idle]
+        for common in idle:
+            common.segment.close()
+            self.remove(common.segment)
+
     def _note_failure(self, error: Exception) -> None:
         """Warns that a segment could not be created, unless a warning is too recent, and sets when to try again."""
         with self._lock:
@@ -213,14 +260,76 @@ class SegmentPool:
         return 2 * self._bytes_left < self._max_bytes or 2 * self._segments_left < self._max_segments
 
     def close(self) -> None:
-        """Makes `create` return None from now on, and closes the segment of `probe_descriptor`.
+        """Makes `create` return None from now on, and closes the common segments and that of `probe_descriptor`.
 
-        Segments that exist stay usable, and their writers must close them. May be called twice.
+        Other segments that exist stay usable, and their writers must close them. May be called twice.
         """
         self.is_enabled = False
+        with self._lock:
+            common, self._common = self._common, []
+        for each in common:
+            each.segment.close()
         probe, self._probe = self._probe, None
         if probe is not None:
             probe.close()
+
+
+class CommonSegment:
+    """A segment that several readers map, with a lease for each.
+
+    Args:
+        segment: The segment, which no `SegmentWriter` has.
+    """
+
+    def __init__(self, segment: _WriterSegment) -> None:
+        self.segment = segment
+        self.leases: list[Lease] = []
+        """The leases that were sent since the segment was written."""
+        self.is_held = False
+        """Whether it is still being sent to readers."""
+        self.used_at = 0.0
+
+    def is_free(self) -> bool:
+        """Returns whether it can be written: all readers have dropped it."""
+        return not self.is_held and all(lease.is_free() for lease in self.leases)
+
+    def is_over(self) -> bool:
+        """Returns whether it is not needed any more: each reader has dropped it, or its link is closed.
+
+        A reader whose link is closed may still have views, so the segment must not be written again.
+        """
+        return not self.is_held and all(lease.is_free() or lease.is_closed() for lease in self.leases)
+
+    def contents(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Returns one view of the segment for each size. Raises `OSError` if it is too small for them."""
+        if self.segment.capacity < _end_of(sizes):
+            raise OSError(f"buffers of {sizes} bytes are not in segment {self.segment.number}")
+        return self.segment.contents(sizes)
+
+    def has_lease(self, number: int) -> bool:
+        """Returns whether the segment was sent with the lease of that number since it was written."""
+        return any(lease.place.number == number for lease in self.leases)
+
+
+class Lease:
+    """A segment without buffers, which its reader keeps in use as long as it has views of a common segment.
+
+    Args:
+        segment: The segment, which was claimed for the reader.
+    """
+
+    def __init__(self, segment: _WriterSegment) -> None:
+        self.place = segment.place
+        self._segment = segment
+        self._views = segment.keep_views([0])  # while they exist, the segment is not used for another frame
+
+    def is_free(self) -> bool:
+        """Returns whether the reader has dropped its views."""
+        return self._segment.state() == _FREE
+
+    def is_closed(self) -> bool:
+        """Returns whether the link to the reader is closed."""
+        return self._segment.descriptor < 0
 
 
 class SegmentWriter:
@@ -265,6 +374,14 @@ class SegmentWriter:
         except BaseException:
             segment.free()
             raise
+
+    def new_lease(self) -> Lease | None:
+        """Returns a new lease for the reader, which is in use; None if no segment is available."""
+        with self._lock:
+            segment = self._claim(0, _MIN_CAPACITY)  # not a larger one, which buffers may need
+            if segment is None and self._add(0):
+                segment = self._claim(0, _MIN_CAPACITY)
+        return None if segment is None else Lease(segment)
 
     def free(self, number: int) -> None:
         """Makes a segment available for another frame. The reader must not have opened it for the current one.
@@ -357,12 +474,12 @@ class SegmentWriter:
             raise
         return segment
 
-    def _claim(self, total: int) -> _WriterSegment | None:
-        """Marks the smallest free segment of at least `total` bytes as in use. Returns it; None if there is none."""
+    def _claim(self, total: int, most: float = math.inf) -> _WriterSegment | None:
+        """Marks the smallest free segment of `total` to `most` bytes as in use. Returns it; None if there is none."""
         while True:
             smallest: _WriterSegment | None = None
             for each in self._segments:
-                is_better = each.capacity >= total and (smallest is None or each.capacity < smallest.capacity)
+                is_better = total <= each.capacity <= most and (smallest is None or each.capacity < smallest.capacity)
                 if is_better and each.is_free():
                     smallest = each
             if smallest is None:
@@ -675,6 +792,37 @@ class SegmentReader:
                     raise CannotOpenError(str(error)) from None
             return mapping.new_views(sizes)
 
+    def read_common(self, place: Place, lease: Place, sizes: Sequence[int]) -> list[memoryview]:
+        """Returns the buffers of a frame as views of a common segment. What is written there, no other reader sees.
+
+        When the last of the views is dropped, the lease becomes free for the writer.
+
+        Args:
+            place: The common segment.
+            lease: The lease of this reader.
+            sizes: The size of each buffer in bytes, in the order in which the buffers were written.
+
+        Raises:
+            OSError: One of the segments does not exist or has another number, the common one is too small for these
+                sizes, or the lease is in use.
+            CannotOpenError: This process may not, or cannot now, open or map a segment. The frame may be valid.
+        """
+        # Mapped anew for each frame: pages that the program has changed are not those of the segment any more.
+        memory = self._open(place.descriptor, mmap.ACCESS_COPY)
+        (number,) = _NUMBER.unpack_from(memory, _NUMBER_AT)
+        if number != place.number or _DATA_AT + _end_of(sizes) > len(memory):
+            raise OSError(f"shared memory {place.descriptor} is not segment {place.number}, or too small for {sizes}")
+        try:
+            import ctypes
+        except ImportError as error:
+            raise CannotOpenError(str(error)) from None
+        exporter_type: Any = type("_Exporter", (ctypes.c_char * len(memory),), {})
+        exporter = exporter_type.from_buffer(memory)
+        exporter.lease = self.read(
+            lease, [0]
+        )  # last: after an error the lease is still in use, and the buffers are requested
+        return _slices(memoryview(exporter).cast("B")[_DATA_AT:], _offsets(sizes), sizes)
+
     def _make_room(self) -> None:
         """Unmaps the unused segment whose last use is the longest ago, if there are `_MAX_MAPPINGS` mappings.
 
@@ -717,8 +865,10 @@ class SegmentReader:
             return None
         return ReturnableBuffers(mapping, offsets, sizes, self._lock)
 
-    def _open(self, descriptor: int) -> mmap.mmap:
+    def _open(self, descriptor: int, access: int = mmap.ACCESS_WRITE) -> mmap.mmap:
         """Opens and maps the writer's segment with that file descriptor, and returns the mapping.
+
+        `access` is `mmap.ACCESS_WRITE`, or `mmap.ACCESS_COPY` for a private mapping.
 
         Raises `CannotOpenError` if this process may not or cannot do that now, and `OSError` if it is no segment of the
         writer.
@@ -737,7 +887,7 @@ class SegmentReader:
             if not seals & fcntl.F_SEAL_SHRINK or found.st_size < _DATA_AT:
                 raise OSError(f"{path} is no segment")
             try:
-                memory = mmap.mmap(opened, found.st_size)  # it duplicates the descriptor
+                memory = mmap.mmap(opened, found.st_size, access=access)  # it duplicates the descriptor
             except OSError as error:
                 raise CannotOpenError(f"{path} cannot be mapped: {error}") from None
         finally:

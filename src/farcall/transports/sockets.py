@@ -20,21 +20,22 @@ have a lower limit."""
 class OwnSocket(socket.socket):
     """A non-blocking socket whose descriptor is closed when nothing refers to the socket any more.
 
-    If neither `release` nor `abandon` was called before, a `ResourceWarning` is given.
+    Call `release` to end the stream. If neither `release` nor `abandon` was called before the socket is freed, a
+    `ResourceWarning` is given.
     """
 
     __slots__ = ("released",)
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes over the descriptor of `sock`, which cannot be used any more, and makes it non-blocking."""
+        """Takes over the descriptor of `sock`, and makes it non-blocking. `sock` cannot be used any more."""
         self.released = False
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self.setblocking(False)
 
     def release(self) -> None:
-        """Ends the stream in both directions now. The descriptor is closed later, with the last reference.
+        """Ends the stream in both directions now. The descriptor is closed later, when nothing refers to this object.
 
-        May be called twice.
+        May be called twice. Raises nothing.
         """
         self.released = True
         try:
@@ -43,7 +44,7 @@ class OwnSocket(socket.socket):
             pass  # not connected any more
 
     def abandon(self) -> None:
-        """Closes the descriptor at once in a forked child. The stream of the parent stays open."""
+        """Closes the child's copy of the descriptor at once, in a forked child. The stream of the parent stays open."""
         self.released = True
         self.close()
 

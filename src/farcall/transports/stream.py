@@ -69,12 +69,22 @@ _MAX_SEND_BYTES: Final = 1 << 18
 """After this many bytes, no further queued piece is sent with the same system call."""
 _WRITABLE_POLL_MS: Final = 100
 """How many milliseconds a thread waits for room in the socket before it checks the queue again."""
+_BLIND_SLEEP_S: Final = 0.05
+"""How long a thread sleeps at most that nobody can wake, because no descriptor is left."""
 _MAX_SLEEP_S: Final = 1.0
 """How many seconds `wait` sleeps before it checks whether a signal handler has received the frames."""
 
 
 class StreamLink:
-    """A link over a connected stream socket. `Link` describes the methods."""
+    """A link over a connected stream socket: one end of a connection that carries whole frames.
+
+    It begins in its handshake, in which only small frames are allowed. `establish` completes the handshake.
+
+    Only one thread at a time may be in `receive` or `wait`. Any thread may call the other methods.
+    """
+
+    can_append = True
+    """Whether small frames can be appended (`append`), and sent together by one system call."""
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, network: str = "") -> None:
         """Creates a link that is in its handshake. It sends nothing yet.
@@ -83,8 +93,8 @@ class StreamLink:
             sock: The connected socket. The link takes it over and closes it.
             address: The address of the other end, for log and error messages.
             handshake_limit: The most bytes of a frame that the link receives before it is established.
-            network: The property `network` of the link: text that names the network namespace of an unencrypted
-                loopback link; empty for all other links.
+            network: Text that names the network namespace of this end (`network_identity`), for an unencrypted link on
+                loopback; empty for all other links.
         """
         self.address = address
         self.network = network
@@ -157,7 +167,7 @@ class StreamLink:
         self.is_established = True
 
     def counts(self) -> LinkCounts:
-        """Returns the numbers of bytes that were received and sent so far, including the sizes of frames."""
+        """Returns the numbers of bytes that were received from the socket and sent to it so far, also after `close`."""
         return LinkCounts(self._bytes_in, self._bytes_out)
 
     # Receiving
@@ -199,10 +209,11 @@ class StreamLink:
     def _receive_handshake(self, sock: OwnSocket) -> list[Frame]:
         """Receives one frame of the handshake, and no byte after it.
 
-        Returns an empty list if the frame is not complete.
+        Returns a list of that frame; an empty list if the frame is not complete.
 
-        The other end may send frames of any kind right after the last frame of its handshake. They must stay in the
-        socket until this end is established: before, they would be refused, or given to code that expects a handshake.
+        After its handshake the other end may send other frames at once. They must stay in the socket until this end is
+        established, because this end refuses them until then.
+
         Raises `ProtocolError` if the bytes are not those of a handshake, `ConnectionError` if the other end has closed
         the connection, and `BlockingIOError` if no bytes have arrived.
         """
@@ -219,9 +230,10 @@ class StreamLink:
         return frames
 
     def _handshake_bytes_missing(self) -> int:
-        """Returns how many bytes are missing until the next step of the handshake can be read.
+        """Returns how many bytes to read next in the handshake.
 
-        First these are the bytes up to the size of the next frame, then those of the frame itself.
+        These are the missing bytes up to the size of the next frame. If the size is known, they are the missing bytes
+        of the frame.
         """
         head = _WORD_SIZE + (PROLOGUE_SIZE if self._prologue_is_due else 0)
         if len(self._rest) < head:
@@ -232,7 +244,7 @@ class StreamLink:
     def _parse(self, data: bytes, frames: list[Frame]) -> None:
         """Appends the complete frames in `data` to `frames`, and keeps the bytes of an incomplete frame in `_rest`.
 
-        Raises `ProtocolError` if the data is not a frame, or a frame is too large.
+        Raises `ProtocolError` if `data` is not made of frames, or a frame is too large.
         """
         at, end = 0, len(data)
         if self._prologue_is_due:
@@ -267,11 +279,11 @@ class StreamLink:
         self._rest = data[at:]
 
     def _begin_chunk(self, data: bytes, begin: int, size: int, frames: list[Frame]) -> int:
-        """Copies the part of a chunk that is in `data` into its buffer, and prepares to receive the rest there.
+        """Begins to receive a chunk, a piece of a large frame. Copies its bytes that are in `data` into its buffer.
 
-        `begin` is the offset of the chunk's header, and `size` that of header and chunk. Appends a completed frame to
-        `frames`. Returns the offset of the end of the part. Raises `ProtocolError` if the chunk was not announced, or
-        does not fit.
+        `begin` is the offset of the chunk's header in `data`. `size` is the number of bytes of header and chunk. If
+        that completes a large frame, the frame is appended to `frames`. Returns the offset after the bytes that were
+        used. Raises `ProtocolError` if the large frame was not announced, or the chunk does not fit into it.
         """
         assert self._assembler is not None
         header_end = begin + CHUNK_HEADER_SIZE
@@ -285,9 +297,9 @@ class StreamLink:
         return header_end + come
 
     def _receive_chunk(self, sock: OwnSocket, frames: list[Frame]) -> None:
-        """Receives the bytes of a chunk that have arrived, directly into their buffer.
+        """Receives the next bytes of a chunk, a piece of a large frame, directly into its buffer.
 
-        Appends a completed frame to `frames`.
+        If that completes the large frame, the frame is appended to `frames`.
 
         Raises `BlockingIOError` if no bytes have arrived, `ConnectionError` if the other end has closed the connection,
         and `ProtocolError` if a buffer cannot be allocated.
@@ -309,7 +321,10 @@ class StreamLink:
                 return
 
     def _finish_chunk(self, frames: list[Frame]) -> None:
-        """Appends a frame to `frames` if the chunk that is being received is complete and was the frame's last one."""
+        """Ends the current chunk if all its bytes were received. Appends the large frame to `frames` if it is complete.
+
+        Raises `ProtocolError` if the next buffer of the large frame cannot be allocated.
+        """
         assert self._assembler is not None
         if self._space is not None and not self._space.nbytes:
             self._space = None
@@ -318,9 +333,10 @@ class StreamLink:
                 frames.append(whole)
 
     def _receive_internal(self, data: bytes) -> Frame | None:
-        """Processes an internal frame. Returns the frame for the user of the link that it completes; None if none.
+        """Processes an internal frame, which is for the link itself and not for its user.
 
-        Raises `ProtocolError` if it is of an unknown kind, or cannot be read.
+        Returns the frame for the user if the internal frame contains or completes one, else None. Raises
+        `ProtocolError` if the internal frame is empty, of an unknown kind, or cannot be read.
         """
         assert self._assembler is not None
         kind = data[0] if data else 0
@@ -337,8 +353,8 @@ class StreamLink:
             seconds: How long to wait at most; None for no limit, 0 to only look.
 
         Returns:
-            True if `receive` should be called. False after `seconds`, or earlier if a signal handler has received the
-            bytes.
+            True if `receive` should be called. False after `seconds`. False also earlier, after `wake`, or if a signal
+            handler has received the bytes.
 
         Raises:
             ConnectionAbortedError: This end was closed before. Exceptions of signal handlers are raised as well.
@@ -362,24 +378,27 @@ class StreamLink:
             self._poll = poll
 
     def _sleep(self, poll: select.poll, until: float) -> bool:
-        """Sleeps until the socket is readable, and returns True.
+        """Sleeps until the socket, which is registered in `poll`, is readable, and returns True.
 
         Returns False after the time `until` of the monotonic clock, after `wake`, or if a signal handler has received
         bytes.
         """
         before = self._bytes_in
         wake_up = self._wake_up  # keep a reference, as to the socket
-        poll.register(wake_up.fileno(), select.POLLIN)
+        event = wake_up.fileno()
+        if event < 0:
+            return self._sleep_until(poll, until, before, wake_up, _BLIND_SLEEP_S)
+        poll.register(event, select.POLLIN)
         try:
-            return self._sleep_until(poll, until, before, wake_up)
+            return self._sleep_until(poll, until, before, wake_up, _MAX_SLEEP_S)
         finally:
-            poll.unregister(wake_up.fileno())
+            poll.unregister(event)
 
-    def _sleep_until(self, poll: select.poll, until: float, before: int, wake_up: WakeUp) -> bool:
+    def _sleep_until(self, poll: select.poll, until: float, before: int, wake_up: WakeUp, slice_s: float) -> bool:
         while True:
             if wake_up.take():
                 return False
-            left = min(max(0.0, until - monotonic()), _MAX_SLEEP_S)
+            left = min(max(0.0, until - monotonic()), slice_s)
             if sleep_in_poll(poll, left):
                 return not wake_up.take()
             # A signal handler may have received the frames. `poll` itself continues after a signal.
@@ -398,11 +417,11 @@ class StreamLink:
         return bool(poll.poll(0))  # also if the socket is broken
 
     def wake(self) -> None:
-        """See `Link`."""
+        """Ends `wait` in another thread early; if no thread waits, the next `wait` returns at once. Raises nothing."""
         self._wake_up.request()
 
     def note_hang_up(self) -> None:
-        """Does nothing: a thread that waits on a socket notices itself that the socket was closed."""
+        """Does nothing. A thread that waits on the socket notices without help that the other end has closed it."""
 
     # Sending
 
@@ -426,12 +445,15 @@ class StreamLink:
             self._send_bytes(WORD.pack(len(frame)) + frame)
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """Sends one frame like `send`, and returns copies of its buffers for sending it again on another link.
+        """Sends one frame, and returns copies of its buffers, so that the frame can be sent again on another link.
+
+        Queues the part of the frame that the socket does not accept.
 
         Args:
             frame: The bytes of the frame; may be empty.
-            buffers: The buffers of the frame. Unlike `send`, this does not empty the list.
-            deadline: Until when to wait while a large frame is sent, as for `send`.
+            buffers: The buffers of the frame; an empty list for none. The list is not changed.
+            deadline: Until when to wait while a large frame is sent, as a time of the monotonic clock. After that the
+                rest is copied and queued, and no error is raised.
 
         Returns:
             A copy of each buffer, which never changes; an empty list for no buffers.
@@ -444,9 +466,10 @@ class StreamLink:
         return kept
 
     def _send_with_buffers(self, frame: bytes, buffers: list[memoryview], deadline: float) -> None:
-        """Sends a frame that has buffers: in one piece if it is small, else in chunks. Empties `buffers`.
+        """Sends a frame that has buffers: in one piece up to `WHOLE_MAX_BYTES`, else in chunks. Empties `buffers`.
 
-        Raises `ConnectionError` if the link is closed or broken.
+        `deadline`, a time of the monotonic clock, limits the wait while chunks are sent. After that, the rest is
+        queued. Raises `ConnectionError` if the link is closed or broken.
         """
         if len(frame) + sum([buffer.nbytes for buffer in buffers]) <= WHOLE_MAX_BYTES:
             self._send_internal(pack_inline(frame, buffers), frame, *buffers)
@@ -455,9 +478,9 @@ class StreamLink:
         buffers.clear()
 
     def _send_internal(self, *parts: Buffer) -> None:
-        """Sends one internal frame that consists of these parts.
+        """Sends one internal frame, which is for the link at the other end. It consists of `parts` in this order.
 
-        Raises `ConnectionError` if the link is closed or broken.
+        Queues what the socket does not accept. Raises `ConnectionError` if the link is closed or broken.
         """
         size = sum([len(part) for part in parts])
         self._send_bytes(b"".join((WORD.pack(size | INTERNAL), *parts)))
@@ -475,9 +498,12 @@ class StreamLink:
             self._check_broken()
             if self._first_bytes:
                 data, self._first_bytes = self._first_bytes + data, b""
-            if self._queue or self._appended:
+            if self._queue:
                 self._queue_appended()
                 self._enqueue((data,))
+            elif self._appended:
+                self._appended.append(data)
+                self._write_appended()
             else:
                 sent = self._write((data,))
                 if sent != len(data):
@@ -486,6 +512,14 @@ class StreamLink:
             self._unlock()
         if self._appended:
             self._send_appended()
+
+    def append(self, frame: bytes) -> None:
+        """Adds a small frame without buffers to the frames that the next `send` or `flush` sends. Sends nothing itself.
+
+        Args:
+            frame: The bytes of the frame, at most `WHOLE_MAX_BYTES`; may be empty. The size is not checked.
+        """
+        self._appended.append(WORD.pack(len(frame)) + frame)
 
     def _try_lock(self) -> bool:
         """Takes the lock for sending if it is free. Returns whether it was; does not wait."""
@@ -500,27 +534,54 @@ class StreamLink:
         self._lock.release()
 
     def _is_sending(self) -> bool:
-        """Returns whether this code interrupts a `send` of its own thread, so that it must not wait."""
+        """Returns whether this thread holds the lock for sending.
+
+        That is the case in a signal handler or a finalizer that interrupts a `send`. It must not wait for that `send`.
+        """
         return self._sender == get_ident()
 
     def _send_appended(self) -> None:
-        """Sends the frames that were appended to the list while another thread was sending.
+        """Sends the frames in `_appended`. Other threads put them there while this thread had the lock for sending.
 
-        To be called after the lock was released, so that no appended frame is left. Raises `ConnectionError` if the
-        link is closed or broken.
+        To be called after the lock was released. Returns at once if another thread has the lock: that thread sends
+        them. Raises `ConnectionError` if the link is closed or broken.
         """
         while self._appended and self._try_lock():
             try:
                 self._check_broken()
-                was_empty = not self._queue
-                self._queue_appended()
-                if was_empty:
-                    self._write_queue()
+                if self._queue:
+                    self._queue_appended()
+                else:
+                    self._write_appended()
             finally:
                 self._unlock()
 
+    def _write_appended(self) -> None:
+        """Writes the frames in `_appended` together, with few system calls. Queues what the socket does not accept.
+
+        The caller must hold the lock for sending, and the queue must be empty. Raises `ConnectionError` if the
+        connection is closed or broken.
+        """
+        appended = self._appended
+        try:
+            while appended:
+                frames = [appended.popleft()]
+                size = len(frames[0])
+                while appended and size + len(appended[0]) <= WHOLE_MAX_BYTES:
+                    frames.append(appended.popleft())
+                    size += len(frames[-1])
+                data = b"".join(frames) if len(frames) > 1 else frames[0]
+                sent = self._write((data,))
+                if sent != size:
+                    self._enqueue((memoryview(data)[sent:],))
+                    self._queue_appended()
+                    return
+        except BaseException as error:  # of a signal handler: a frame may have been removed from the list and not sent
+            self._broken = self._broken or f"{type(error).__name__}: {error}"
+            raise
+
     def _check_broken(self) -> None:
-        """Raises `ConnectionAbortedError`, and drops queued frames, if the link is closed or broken."""
+        """Does nothing if the link is open. Otherwise drops queued frames, and raises `ConnectionAbortedError`."""
         if self._broken or self._socket is None:
             self._queue.clear()
             self._appended.clear()
@@ -561,7 +622,7 @@ class StreamLink:
             self._options.poller.await_room(self, True)
 
     def _queue_appended(self) -> None:
-        """Moves the frames of other threads from the list to the queue. The caller must hold the lock."""
+        """Moves the frames in `_appended` to the queue. The caller must hold the lock for sending."""
         while self._appended:
             self._enqueue((self._appended.popleft(),))
 
@@ -591,8 +652,11 @@ class StreamLink:
         if self._try_lock():  # otherwise the thread that is sending sends the queue as well
             try:
                 self._check_broken()
-                self._queue_appended()
-                self._write_queue()
+                if self._queue:
+                    self._queue_appended()
+                    self._write_queue()
+                else:
+                    self._write_appended()
             finally:
                 self._unlock()
             if self._appended:
@@ -630,16 +694,17 @@ class StreamLink:
             self._chunk_permits.append(True)
 
     def _max_chunk_bytes(self) -> int:
-        """Returns the most bytes of a chunk."""
+        """Returns the most bytes of a chunk, a piece of a large frame, without its header."""
         return CHUNK_BYTES
 
     def _send_contiguous(
         self, announcement: bytes, header: bytes, frame: Buffer, buffers: Sequence[memoryview]
     ) -> None:
-        """Queues a large frame in one step, so that no other frame of this kind is between its chunks. Does not wait.
+        """Sends or queues a large frame in one step, so that no other frame is between its chunks. Does not wait.
 
-        This costs a copy, and is only for frames beyond `MAX_INTERLEAVED`. Raises `ConnectionError` if the link is
-        closed or broken.
+        Copies the frame. So it is used only while `MAX_INTERLEAVED` other large frames are being sent, or where waiting
+        is not allowed. `announcement` is the internal frame that goes before the chunks, and `header` the header of
+        each chunk. Raises `ConnectionError` if the link is closed or broken.
         """
         parts: list[Buffer] = [WORD.pack(len(announcement) | INTERNAL), announcement]
         for chunk in chunks_of(frame, buffers, CHUNK_BYTES):
@@ -647,19 +712,20 @@ class StreamLink:
         self._send_bytes(b"".join(parts))
 
     def _close_after_interrupt(self, error: BaseException) -> None:
-        """Closes the link after an exception that has interrupted the sending of a large frame.
+        """Closes the link after `error` has interrupted the sending of a large frame.
 
-        The other end would wait for the rest of the frame for ever, and queued memory may be changed by its owner. Does
-        nothing if `error` is a `ConnectionError`.
+        Otherwise the other end would wait for ever for the rest of the frame, and the program could change memory that
+        is still queued. Does nothing if `error` is a `ConnectionError`.
         """
         if not isinstance(error, ConnectionError):
             self._broken = f"a send was interrupted by {type(error).__name__}"
             self.close()
 
     def _send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> None:
-        """Sends a chunk without a copy. At the deadline, copies and queues what the socket has not accepted.
+        """Sends a chunk, a piece of a large frame, with its header. Waits until the socket has accepted both.
 
-        Raises `ConnectionError` if the link is closed or broken.
+        Makes no copy before the time `deadline` of the monotonic clock. Then copies and queues the bytes that the
+        socket has not accepted. Raises `ConnectionError` if the link is closed or broken.
         """
         header = WORD.pack((CHUNK_HEADER_SIZE + chunk.nbytes) | INTERNAL) + header
         self._wait_until_sent(deadline)
@@ -685,7 +751,7 @@ class StreamLink:
             self._copy_queue()
 
     def _copy_queue(self) -> None:
-        """Replaces queued memory by copies, because its owner does not wait any longer and may change it."""
+        """Replaces queued memory by copies. From then on the program may change the original memory."""
         self._lock.acquire()  # a short wait: no thread that holds the lock waits
         self._sender = get_ident()
         try:
@@ -696,10 +762,10 @@ class StreamLink:
             self._send_appended()
 
     def _wait_until_sent(self, deadline: float) -> bool:
-        """Waits until the queue is empty, and returns True.
+        """Waits until no bytes are queued, and returns True.
 
-        Returns False after the time `deadline` of the monotonic clock, or at once if this thread must not wait: it
-        interrupts its own `send`, it reads the links of this worker, or it runs an event loop.
+        Returns False after the time `deadline` of the monotonic clock. Returns False at once if this thread must not
+        wait, because it interrupts its own `send`, reads the links of this worker, or runs an event loop.
 
         Raises:
             ConnectionError: The link is closed or broken.
@@ -725,7 +791,7 @@ class StreamLink:
     # The end
 
     def sweep(self, before: float) -> None:
-        """Does nothing, because the link keeps no unused memory."""
+        """Does nothing, because this link keeps no unused memory. `before` is ignored."""
 
     def prepare_fork(self) -> None:
         """Does nothing: the link shares no memory with the other end."""
@@ -768,7 +834,7 @@ def _next_pieces(queue: deque[Buffer]) -> tuple[list[Buffer], int]:
 
 
 def _drop(queue: deque[Buffer], count: int) -> None:
-    """Removes `count` bytes from the beginning of a queue, which must have as many."""
+    """Removes `count` bytes from the beginning of a queue, which must have at least `count` bytes."""
     while count:
         first = queue[0]
         if count < len(first):

@@ -37,7 +37,11 @@ _MAX_WAIT_S: Final = 3600.0
 
 
 class TcpTransport:
-    """The transport with the scheme `tcp`, for workers on different hosts. `Transport` describes the methods."""
+    """The transport with the scheme `tcp`, for workers on different hosts.
+
+    If `encryption`, the certificates of the worker, is given, links between hosts are encrypted. Links on loopback are
+    not, unless `even_on_loopback` is True.
+    """
 
     scheme = "tcp"
 
@@ -53,7 +57,7 @@ class TcpTransport:
         self._even_on_loopback = even_on_loopback
 
     def _encryption_for(self, host: str) -> Encryption | None:
-        """Returns the encryption of a link to a listener with that numeric address; None for no encryption.
+        """Returns the certificates for a link to a listener at the numeric address `host`; None for no encryption.
 
         Raises `ValueError` if the address is not numeric.
         """
@@ -89,34 +93,39 @@ class TcpTransport:
         raise failure
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
-        """Connects to a listener, and returns the link, which is in its handshake. It is encrypted unless on loopback.
+        """Connects to a listener, and returns the link, which is in its handshake.
 
-        All addresses of a host name are tried one after the other.
+        The link is encrypted if this transport has certificates and the listener is not on loopback. All addresses of a
+        host name are tried one after the other.
 
         Args:
             address: The address of the listener, such as `tcp:192.0.2.7:4000`.
-            timeout: How many seconds to wait at most, without the time for resolving a host name.
+            timeout: How many seconds to wait at most. Only resolving a host name may take longer.
             handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
-            OSError: The address is not valid, or nothing listens there; `TimeoutError` if the timeout has expired.
+            OSError: The address is not valid, or nothing listens there.
+            TimeoutError: The timeout has expired; at once if it is 0.
             EncryptionError: Only one end uses encryption, or one end refuses the certificate of the other.
             ProtocolError: The program that listens there is not a worker.
         """
         return self._connect(address, timeout, handshake_limit, self._encryption_for)
 
     def connect_encrypted(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
-        """Connects to a listener like `connect`, but encrypts the link even if the listener is on loopback.
+        """Connects to a listener, and returns the link, which is in its handshake. Encrypts it even on loopback.
+
+        All addresses of a host name are tried one after the other.
 
         Args:
-            address: The address of the listener.
-            timeout: How many seconds to wait at most.
+            address: The address of the listener, such as `tcp:127.0.0.1:4000`.
+            timeout: How many seconds to wait at most. Only resolving a host name may take longer.
             handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
             EncryptionError: This worker has no certificates, the other end does not encrypt, or one end refuses the
                 certificate of the other.
-            OSError: The address is not valid, or nothing listens there; `TimeoutError` if the timeout has expired.
+            OSError: The address is not valid, or nothing listens there.
+            TimeoutError: The timeout has expired; at once if it is 0.
             ProtocolError: The program that listens there is not a worker.
         """
         if self._encryption is None:
@@ -129,12 +138,12 @@ class TcpTransport:
     def _connect(
         self, address: str, timeout: float, handshake_limit: int, encryption_for: Callable[[str], Encryption | None]
     ) -> StreamLink:
-        """Connects to the first address of a host that accepts.
+        """Connects to a listener. Tries the addresses of its host in turn, each for an equal share of the time.
 
-        Each address gets an equal share of the time that is left.
+        `encryption_for` returns the certificates to use for a numeric address; None for no encryption.
 
-        `encryption_for` returns the encryption for a numeric address; None for none. Raises what `connect` raises: the
-        error of the last address that was tried.
+        Raises the error of the last address that was tried: `TimeoutError`, `EncryptionError`, another `ProtocolError`
+        if no worker listens there, or another `OSError`. An `OSError` is also raised for an address that is not valid.
         """
         deadline = monotonic() + timeout
         host, port = _parse_address(address)
@@ -165,7 +174,7 @@ class TcpTransport:
 
 
 class TcpListener:
-    """A listening TCP socket on one address. `Listener` describes the methods."""
+    """A listening TCP socket on one address. `accept` returns the links of workers that connect to it."""
 
     def __init__(
         self, sock: socket.socket, encryption: Encryption | None, must_encrypt: bool, handshake_limit: int
@@ -176,6 +185,7 @@ class TcpListener:
             sock: The socket. The listener takes it over and closes it.
             encryption: The certificates for encrypted links; None to encrypt no link.
             must_encrypt: True to encrypt every link. False to encrypt a link only if the other end begins with TLS.
+                Ignored if `encryption` is None.
             handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
         """
         self.address = _format_address(sock.getsockname())
@@ -232,17 +242,32 @@ class TcpListener:
 
 
 class _LoopbackLink(StreamLink):
-    """A link that was accepted on loopback. Its first byte shows whether it is encrypted."""
+    """A link that was accepted on loopback, by a worker that has certificates. It may be encrypted or not.
+
+    The first byte that arrives shows whether the other end encrypts.
+    """
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, encryption: Encryption) -> None:
-        """Creates a link that is in its handshake. `encryption` is used if the other end begins with TLS."""
+        """Creates a link that is in its handshake. It sends nothing yet.
+
+        Args:
+            sock: The connected socket. The link takes it over and closes it.
+            address: The address of the other end, for log and error messages.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
+            encryption: The certificates of this worker. They are used if the other end begins with TLS.
+        """
         super().__init__(sock, address, handshake_limit, network_identity(sock))
         self._encryption: Encryption | None = encryption
 
     def receive(self) -> list[Frame]:
-        """Returns the frames that have arrived like `StreamLink.receive`, with the same errors.
+        """Returns the frames that have arrived; an empty list if no frame is complete. Does not wait.
 
-        Before the first frame it decides whether the link is encrypted.
+        Before the first frame, finds out whether the other end encrypts.
+
+        Raises:
+            ConnectionError: The link is closed or broken, or the other end has closed it and all frames were returned
+                before.
+            ProtocolError: The other end has sent bytes that are not a frame, or a frame that is too large.
         """
         if self._encryption is not None:
             try:
@@ -256,7 +281,10 @@ class _LoopbackLink(StreamLink):
         return super().receive()
 
     def _decide(self, encryption: Encryption) -> None:
-        """Turns encryption on if the first byte is that of TLS. Raises `BlockingIOError` if no byte has arrived yet."""
+        """Uses `encryption` from now on if the first byte is that of TLS. Leaves the byte in the socket.
+
+        Raises `BlockingIOError` if no byte has arrived yet, and `OSError` if the link is closed or broken.
+        """
         sock = self._open_socket()
         if sock.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE:
             from farcall.transports.tls import TlsSocket
@@ -286,9 +314,10 @@ def _encrypt(sock: socket.socket, encryption: Encryption, seconds: float) -> Own
 
 
 def _dial(sock: socket.socket, sockaddr: Any, seconds: float) -> None:
-    """Connects a socket.
+    """Connects a socket to an address of the socket module.
 
-    Raises `TimeoutError` after `seconds`, at once if that is not positive, and `OSError` on failure.
+    Raises `TimeoutError` after `seconds`, at once if `seconds` is 0 or negative, and `OSError` if the connection is
+    refused or fails.
     """
     if seconds <= 0:
         raise TimeoutError
@@ -300,14 +329,14 @@ def _dial(sock: socket.socket, sockaddr: Any, seconds: float) -> None:
 
 
 def _tuned(sock: socket.socket) -> socket.socket:
-    """Makes a socket send small frames at once and notice a dead peer, and returns the socket."""
+    """Sets options of a TCP socket and returns it: TCP_NODELAY, to send small frames at once, and SO_KEEPALIVE."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return sock
 
 
 def _format_address(sockaddr: Any) -> str:
-    """Returns the address `tcp:host:port` for a socket address."""
+    """Returns the address `tcp:host:port` or `tcp:[ipv6]:port` for an address of the socket module."""
     host = numeric_host(sockaddr)
     return f"tcp:[{host}]:{sockaddr[1]}" if ":" in host else f"tcp:{host}:{sockaddr[1]}"
 

@@ -43,7 +43,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -83,7 +83,7 @@ _READS_PER_CALL: Final = 4
 
 
 class Encryption(Protocol):
-    """The certificates of a worker, and how it checks those of other workers. Implemented by `security.encryption`."""
+    """The certificates of a worker, and how it checks those of other workers."""
 
     def listening(self) -> ssl.SSLContext:
         """Returns the TLS context for links that this worker accepts."""
@@ -103,7 +103,7 @@ thread."""
 
 
 def _take_buffer() -> memoryview:
-    """Returns memory of `_BLOCK` bytes with undefined contents. To be appended to `_free_buffers` after use."""
+    """Returns memory of `_BLOCK` bytes with undefined contents. The caller appends it to `_free_buffers` after use."""
     try:
         return _free_buffers.pop()
     except IndexError:
@@ -111,7 +111,7 @@ def _take_buffer() -> memoryview:
 
 
 class TlsSocket(OwnSocket):
-    """An encrypted socket over a connected TCP socket, with the methods of a socket that links and stores use.
+    """A socket that encrypts with TLS over a connected TCP socket. It has those methods of a socket that farcall uses.
 
     The TLS handshake happens during the first `recv` or `send`, or in `do_handshake`. All errors are `OSError`s.
     """
@@ -142,8 +142,8 @@ class TlsSocket(OwnSocket):
         """Takes over a connected TCP socket. Sends and receives nothing yet.
 
         Args:
-            sock: The TCP socket. Its timeout becomes the timeout of this object.
-            encryption: The certificates.
+            sock: The TCP socket, which cannot be used any more. Its timeout becomes the timeout of this object.
+            encryption: The certificates of this worker.
             listens: Whether this is the end that accepted the connection.
         """
         import ssl
@@ -177,7 +177,8 @@ class TlsSocket(OwnSocket):
         """Waits until the TLS handshake is done. Only for the connecting end.
 
         Args:
-            timeout: How many seconds to wait at most; 0 does not wait.
+            timeout: How many seconds to wait at most. With 0, `TimeoutError` is raised unless the handshake can be
+                completed at once.
 
         Raises:
             TimeoutError: The timeout has expired.
@@ -208,7 +209,10 @@ class TlsSocket(OwnSocket):
         return self._timeout
 
     def setblocking(self, flag: bool) -> None:
-        """Makes blocking methods wait without a limit (`flag` True), or raise `BlockingIOError` instead of waiting."""
+        """Sets the timeout to None (no limit) if `flag` is True.
+
+        If `flag` is False, sets it to 0: methods raise `BlockingIOError` instead of waiting.
+        """
         self._timeout = None if flag else 0.0
 
     # Receiving
@@ -228,11 +232,60 @@ class TlsSocket(OwnSocket):
             TimeoutError: No data came within the timeout.
             OSError: The connection is broken, or the TLS handshake failed.
         """
+        with self._lock:
+            data = self._receive_one_record(size)
+        if data is not None:
+            return data
         buffer = _take_buffer()
         try:
             return bytes(buffer[: self.recv_into(buffer[:size])])
         finally:
             _free_buffers.append(buffer)
+
+    def _receive_one_record(self, size: int) -> bytes | None:
+        """Receives and decrypts a TLS record if exactly one has arrived: the fast path of `recv` for small frames.
+
+        Returns the data; empty bytes at the end of the stream. Returns None if the caller must use `recv_into` instead:
+        `size` is small, the TLS handshake is not done, or not exactly one record with data has arrived. Raises
+        `OSError` if the connection is broken.
+        """
+        sure = min(size, _BLOCK) - _RECORD - _OVERHEAD  # as in `_receive`
+        if sure <= 0 or not self._ready or self._is_inside_record() or self._ended:
+            return None
+        try:
+            encrypted = super().recv(sure)
+        except BlockingIOError:
+            return None
+        if len(encrypted) <= _HEADER or len(encrypted) != _HEADER + (encrypted[3] << 8 | encrypted[4]):
+            self._undecrypted = memoryview(encrypted)
+            return None if encrypted else b""
+        self._incoming.write(encrypted)
+        try:
+            data = self._tls.read(len(encrypted))
+        except OSError as error:
+            self._record_without_data(error)
+            return None
+        if data:
+            self._has_begun = True
+        else:  # close_notify
+            self._ended = True
+        return data
+
+    def _record_without_data(self, error: OSError) -> None:
+        """Counts a TLS record without data, if `error` is what OpenSSL raises for such a record.
+
+        For any other `error`, raises an `OSError` that explains it. Raises `ProtocolError` if there were too many
+        records without data.
+        """
+        import ssl
+
+        if not isinstance(error, ssl.SSLWantReadError):
+            raise explained(cast("ssl.SSLError", error), self._has_begun) from error
+        self._count_records_without_data(1)
+
+    def _is_inside_record(self) -> bool:
+        """Returns whether a TLS record was read only in part, or was read and its data not returned yet."""
+        return bool(self._undecrypted or self._records_fed or self._record_left or self._header or self._held)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Receives decrypted bytes into `buffer`, as soon as there are any.
@@ -289,10 +342,11 @@ class TlsSocket(OwnSocket):
         return count
 
     def _receive_much(self, view: memoryview, size: int) -> int | None:
-        """Receives at most `size` encrypted bytes, and decrypts all of them into `view`.
+        """Receives at most `size` encrypted bytes into a buffer, and decrypts all whole records of them into `view`.
 
-        Returns the number of decrypted bytes, which may be 0; None at the end of the stream. Raises `BlockingIOError`
-        if no bytes have arrived.
+        For a `view` that is larger than `size` by at least one record, so that no data is left over. Returns the number
+        of decrypted bytes, which may be 0; None at the end of the stream. Raises `BlockingIOError` if no bytes have
+        arrived.
         """
         buffer = _take_buffer()
         try:
@@ -306,10 +360,11 @@ class TlsSocket(OwnSocket):
             _free_buffers.append(buffer)
 
     def _receive_little(self, view: memoryview) -> int | None:
-        """Receives about one record, and decrypts it into `view`. Data that does not fit is kept for the next call.
+        """Receives about one TLS record, and decrypts it into `view`, which may be too small for its data.
 
-        Meanwhile one byte stays in the kernel, so that the socket stays readable. Returns the number of decrypted
-        bytes, which may be 0; None at the end of the stream. Raises `BlockingIOError` if no bytes have arrived.
+        Data that does not fit is kept for the next call. Meanwhile one byte stays in the kernel, so that poll shows the
+        socket as readable. Returns the number of decrypted bytes, which may be 0; None at the end of the stream. Raises
+        `BlockingIOError` if no bytes have arrived.
         """
         data = super().recv(_RECORD + _OVERHEAD, socket.MSG_PEEK)
         if not data:
@@ -327,9 +382,10 @@ class TlsSocket(OwnSocket):
             super().recv(1)
 
     def _decrypt(self, view: memoryview) -> int:
-        """Decrypts what was read into `view`. Returns the number of bytes, 0 if there is no whole record with data.
+        """Decrypts TLS records that were read before into `view`, until it is full or no whole record is left.
 
-        Raises `OSError` if TLS fails, or the other end has sent too many records without data.
+        Returns the number of bytes of data; 0 if there is no whole record with data. Raises `OSError` if TLS fails, or
+        the other end has sent too many records without data.
         """
         import ssl
 
@@ -358,14 +414,21 @@ class TlsSocket(OwnSocket):
         return total
 
     def _feed(self, limit: int) -> bool:
-        """Passes the next encrypted bytes to OpenSSL, up to the end of `limit` records.
+        """Passes encrypted bytes from `_undecrypted` to OpenSSL, up to the end of `limit` TLS records.
 
-        Returns whether they complete at least one record.
+        Returns whether at least one record is complete now; False if there are no bytes, or only a part of a record.
         """
         data = self._undecrypted
+        size = len(data)
         end = records = 0
-        while end < len(data) and records < limit:
-            end += self._record_part(data[end:] if end else data)
+        while end < size and records < limit:
+            if size - end >= _HEADER and not self._record_left and not self._header:  # repeats `_record_part`
+                whole = _HEADER + (data[end + 3] << 8 | data[end + 4])
+                if whole <= size - end:
+                    end += whole
+                    records += 1
+                    continue
+            end += self._record_part(data[end:])
             records += not self._record_left and not self._header
         if end:
             self._incoming.write(data[:end])
@@ -374,7 +437,10 @@ class TlsSocket(OwnSocket):
         return records > 0
 
     def _record_part(self, data: memoryview | bytes) -> int:
-        """Returns how many of the next bytes belong to the current record, and counts them as read."""
+        """Returns how many bytes at the beginning of `data` belong to the current TLS record, and counts them as read.
+
+        `data` are the encrypted bytes that follow those of earlier calls. Returns 0 if `data` is empty.
+        """
         header = self._header
         size = 0
         if len(data) >= _HEADER and not self._record_left and not header:  # the usual case, without a copy
@@ -394,7 +460,10 @@ class TlsSocket(OwnSocket):
         return size + rest
 
     def _count_records_without_data(self, count: int) -> None:
-        """Counts records that had no data. Raises `ProtocolError` if there are more than `MAX_EMPTY_RECORDS` in all."""
+        """Adds `count` to the number of TLS records without data on this connection.
+
+        Raises `ProtocolError` if that number exceeds `MAX_EMPTY_RECORDS`.
+        """
         self._records_without_data += count
         if self._records_without_data > MAX_EMPTY_RECORDS:
             raise ProtocolError(
@@ -407,7 +476,8 @@ class TlsSocket(OwnSocket):
         """Encrypts and sends data, as much as the kernel accepts. Does not wait, whatever the timeout is.
 
         Args:
-            data: The data. If not all of it was accepted, the next call must be with the rest of it.
+            data: The data. Bytes that were not accepted must come first in the next call, because they may be encrypted
+                already. This is not checked.
             flags: Ignored.
 
         Returns:
@@ -417,16 +487,15 @@ class TlsSocket(OwnSocket):
             BlockingIOError: No bytes can be accepted now, or the TLS handshake is not done.
             OSError: The connection is broken, or the TLS handshake failed.
         """
-        with self._lock:
-            if not self._ready:
-                self._advance()
-            return self._send(memoryview(data).cast("B"))
+        return self.sendmsg((data,))
 
     def sendmsg(self, buffers: Sequence[Buffer], *_: Any) -> int:  # type: ignore[override]
-        """Encrypts and sends several buffers, as much as the kernel accepts. Does not wait.
+        """Encrypts and sends several buffers, as much as the kernel accepts. Does not wait, whatever the timeout is.
 
         Args:
-            buffers: The buffers. If not all bytes were accepted, the next call must be with the rest of them.
+            buffers: The buffers. Bytes that were not accepted must come first in the next call, because they may be
+                encrypted already. This is not checked.
+            *_: Ignored.
 
         Returns:
             How many bytes were accepted; 0 only if there are none.
@@ -438,18 +507,7 @@ class TlsSocket(OwnSocket):
         with self._lock:
             if not self._ready:
                 self._advance()
-            total = 0
-            for piece in _joined(buffers):
-                try:
-                    sent = self._send(piece)
-                except BlockingIOError:
-                    if not total:
-                        raise
-                    return total
-                total += sent
-                if sent < len(piece):
-                    break
-            return total
+            return self._send(buffers)
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:  # type: ignore[override]
         """Encrypts and sends all data, and waits until the kernel has accepted it.
@@ -459,9 +517,9 @@ class TlsSocket(OwnSocket):
             flags: Ignored.
 
         Raises:
-            TimeoutError: The kernel accepted nothing for as long as the timeout. It starts again when some data was
-                accepted.
-            BlockingIOError: The kernel does not accept all data, and the timeout is 0.
+            TimeoutError: The kernel accepted nothing for as long as the timeout. The time starts again whenever some
+                data was accepted.
+            BlockingIOError: The kernel does not accept all data, and the timeout is 0. A part may have been sent.
             OSError: The connection is broken, or the TLS handshake failed.
         """
         rest = memoryview(data).cast("B")
@@ -475,43 +533,72 @@ class TlsSocket(OwnSocket):
                     raise
                 self._wait(select.POLLOUT, deadline, "timed out")
 
-    def _send(self, data: memoryview) -> int:
-        """Encrypts and sends data. Returns how many bytes were accepted.
+    def _send(self, buffers: Sequence[Buffer]) -> int:
+        """Encrypts and sends buffers. Returns how many bytes were accepted; 0 only if there are none.
 
         Raises `BlockingIOError` if none can be accepted now, and `OSError` if the connection is broken.
         """
-        import ssl
-
-        self._flush()
-        total = min(self._owed, len(data))
-        self._owed -= total
-        while total < len(data):
-            part = data[total : total + _BLOCK]
-            try:
-                self._tls.write(part)
-            except ssl.SSLError as error:
-                raise explained(error, self._has_begun) from error
-            encrypted = self._outgoing.read()
-            try:
-                count = super().send(encrypted)
-            except BlockingIOError:
-                count = 0
-            except ConnectionError as error:
-                refusal = None if self._has_begun else self._read_alert()
-                if refusal is None:
-                    raise
-                raise refusal from error
-            if count < len(encrypted):
-                # Only whole records are reported. All but the last have the same size.
-                sent = min(count // (_RECORD + _SEALED_EXTRA) * _RECORD, len(part))
-                total += sent
-                self._unsent = memoryview(encrypted)[count:]
-                self._owed = len(part) - sent
-                break
-            total += len(part)
-        if not total and data:
+        if self._unsent:
+            self._flush()
+        if not self._owed and len(buffers) == 1 and 0 < len(buffers[0]) <= _RECORD:  # the usual case
+            self._encrypt(buffers[0])
+            total = self._send_encrypted(len(buffers[0]))
+        else:
+            total = self._send_in_blocks(buffers)
+        if not total and any(buffers):
             raise BlockingIOError(errno.EAGAIN, "the kernel takes nothing more now")
         return total
+
+    def _send_in_blocks(self, buffers: Sequence[Buffer]) -> int:
+        """Encrypts and sends buffers, about `_BLOCK` bytes at a time. Returns how many bytes were accepted, perhaps 0.
+
+        The first `_owed` bytes were encrypted and sent by earlier calls, and are only counted. Raises `OSError` if the
+        connection is broken.
+        """
+        total = min(self._owed, sum([len(buffer) for buffer in buffers]))
+        self._owed -= total
+        block = 0
+        for piece in _whole_records(buffers, total):
+            self._encrypt(piece)
+            block += len(piece)
+            if block >= _BLOCK:
+                total += self._send_encrypted(block)
+                block = 0
+                if self._unsent:
+                    break
+        if block:
+            total += self._send_encrypted(block)
+        return total
+
+    def _encrypt(self, data: Buffer) -> None:
+        """Encrypts data into `_outgoing`, from which it is sent later. Raises `OSError` if TLS has failed."""
+        try:
+            self._tls.write(data)
+        except OSError as error:  # an `ssl.SSLError`: no socket is below
+            raise explained(cast("ssl.SSLError", error), self._has_begun) from error
+
+    def _send_encrypted(self, size: int) -> int:
+        """Sends all encrypted bytes in `_outgoing`. They contain `size` bytes of data.
+
+        Returns how many bytes of data were accepted, in whole records; the rest is kept in `_unsent`. All records but
+        the last must be of the largest size. Raises `OSError` if the connection is broken.
+        """
+        encrypted = self._outgoing.read()
+        try:
+            count = super().send(encrypted)
+        except BlockingIOError:
+            count = 0
+        except ConnectionError as error:
+            refusal = None if self._has_begun else self._read_alert()
+            if refusal is None:
+                raise
+            raise refusal from error
+        if count == len(encrypted):
+            return size
+        sent = min(count // (_RECORD + _SEALED_EXTRA) * _RECORD, size)  # only whole records are reported
+        self._unsent = memoryview(encrypted)[count:]
+        self._owed = size - sent
+        return sent
 
     def _read_alert(self) -> OSError | None:
         """Returns the error for the TLS alert that the other end has sent before it closed; None if there is none.
@@ -529,9 +616,10 @@ class TlsSocket(OwnSocket):
         return None
 
     def _flush(self) -> None:
-        """Sends encrypted bytes that the kernel did not accept before.
+        """Sends the encrypted bytes in `_unsent`, which the kernel did not accept before.
 
-        Raises `BlockingIOError` if it does not accept all now.
+        Raises `BlockingIOError` if the kernel does not accept all of them now, and `OSError` if the connection is
+        broken.
         """
         while self._unsent:
             self._unsent = self._unsent[super().send(self._unsent) :]
@@ -539,12 +627,12 @@ class TlsSocket(OwnSocket):
     # The TLS handshake
 
     def _advance(self) -> None:
-        """Continues the TLS handshake without waiting, and returns when it is done.
+        """Continues the TLS handshake as far as that is possible without waiting. Returns only if it is done.
 
         Raises:
-            BlockingIOError: The handshake is not done yet.
+            BlockingIOError: The handshake is not done yet. To be called again when the socket is readable.
             EncryptionError: The other end does not encrypt, or one end refuses the certificate of the other.
-            ProtocolError: The other end has sent bytes that are not TLS, or too many.
+            ProtocolError: The other end has sent bytes that are not TLS, or a handshake that is too long.
             ConnectionError: The other end has closed the connection.
         """
         import ssl
@@ -587,9 +675,9 @@ class TlsSocket(OwnSocket):
         raise BlockingIOError(errno.EAGAIN, "the TLS handshake goes on after other connections had their turn")
 
     def _say_below(self) -> None:
-        """Sends the bytes that OpenSSL has produced for the TLS handshake.
+        """Sends the bytes that OpenSSL has produced for the TLS handshake. Does nothing if there are none.
 
-        Raises `OSError` if the kernel does not accept all.
+        Raises `OSError` if the kernel does not accept all of them, or the connection is broken.
         """
         data = self._outgoing.read()
         if data and super().send(data) != len(data):  # it fits into the empty buffer of a socket
@@ -598,8 +686,8 @@ class TlsSocket(OwnSocket):
     def _wait(self, event: int, deadline: float | None, why: str) -> None:
         """Waits until the socket is ready for `event`, POLLIN or POLLOUT.
 
-        Raises `TimeoutError`, with the text `why`, after the time `deadline` of the monotonic clock, even if the socket
-        is ready. None means no limit.
+        Raises `TimeoutError`, with the text `why`, at the time `deadline` of the monotonic clock. If that time has
+        passed already, raises it at once, whether the socket is ready or not. A `deadline` of None means no limit.
         """
         poll = select.poll()
         poll.register(self.fileno(), event)
@@ -610,21 +698,30 @@ class TlsSocket(OwnSocket):
             poll.poll()
 
 
-def _joined(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Returns the bytes of all buffers as fewer pieces, because each piece needs a TLS record of its own.
+def _whole_records(buffers: Sequence[Buffer], begin: int) -> Iterator[Buffer]:
+    """Yields the bytes of all buffers in pieces of whole TLS records, each of `_RECORD` bytes.
 
-    Small buffers in a row are joined, and empty ones are left out. Returns an empty list for no bytes.
+    Only the last record may be shorter. Yields nothing if no bytes are left.
+
+    Args:
+        buffers: The buffers; some may be empty.
+        begin: How many bytes to leave out at the beginning.
     """
-    pieces: list[memoryview] = []
-    small: list[Buffer] = []
+    parts: list[Buffer] = []  # of a record that is not complete
+    size = 0
     for buffer in buffers:
-        if len(buffer) >= _RECORD:
-            if small:
-                pieces.append(memoryview(b"".join(small)))
-                small = []
-            pieces.append(memoryview(buffer).cast("B"))
-        else:
-            small.append(buffer)
-    if small:
-        pieces.append(memoryview(b"".join(small)))
-    return [piece for piece in pieces if piece]
+        view = memoryview(buffer).cast("B")[begin:]
+        begin = max(0, begin - len(buffer))
+        if size:
+            parts.append(view[: _RECORD - size])
+            size += len(parts[-1])
+            if size < _RECORD:
+                continue
+            view = view[len(parts[-1]) :]
+            yield b"".join(parts)
+        end = len(view) // _RECORD * _RECORD
+        for at in range(0, end, _BLOCK):
+            yield view[at : min(at + _BLOCK, end)]
+        parts, size = [view[end:]], len(view) - end
+    if size:
+        yield b"".join(parts)

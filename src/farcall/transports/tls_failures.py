@@ -34,11 +34,11 @@ def explained(error: ssl.SSLError, has_begun: bool) -> OSError:
 
     Args:
         error: The failure.
-        has_begun: Whether encrypted data was received on the connection before.
+        has_begun: Whether encrypted data was received on the connection before the failure.
 
     Returns:
-        A `ConnectionError` if `has_begun`. Otherwise an `EncryptionError` if one end refuses the other, or a
-        `ProtocolError` if the bytes were not TLS 1.3.
+        A `ConnectionError` if `has_begun` is True. Otherwise an `EncryptionError` if one end refuses the certificate or
+        the encryption of the other, or a `ProtocolError` if the received bytes were not TLS 1.3.
     """
     reason = error.reason or str(error)
     if has_begun:

@@ -65,6 +65,7 @@ from farcall.transports.shm_buffers import OPENED, SharedBuffers, is_shared_kind
 from farcall.transports.shm_segments import TOKEN_SIZE
 from farcall.transports.sockets import BACKLOG, OwnSocket
 from farcall.transports.stream import INTERNAL, WORD, StreamLink
+from farcall.transports.wake_up import WakeUp
 
 SETUP: Final = 9
 SETUP_DONE: Final = 10
@@ -103,10 +104,15 @@ _log = logging.getLogger(__name__)
 
 
 class UnixLink(StreamLink):
-    """A link to a process on this host: over a Unix socket first, then over a ring in shared memory if possible.
+    """A link to a process on this host. It begins on a Unix socket, and then uses shared memory if possible.
 
-    `Link` describes the methods.
+    `establish` completes the handshake, and sets up a ring: a queue of frames in shared memory. If the two ends cannot
+    have a ring, frames go through the socket. Large buffers can be in shared memory in both cases.
+
+    Only one thread at a time may be in `receive` or `wait`. Any thread may call the other methods.
     """
+
+    can_append = False  # a frame in a ring makes no system call
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, process: int | None) -> None:
         """Creates a link that is in its handshake. It sends nothing yet.
@@ -115,7 +121,7 @@ class UnixLink(StreamLink):
             sock: The connected socket. The link takes it over and closes it.
             address: The address of the other end, for log and error messages.
             handshake_limit: The most bytes of a frame that the link receives before it is established.
-            process: The process id of the other end; None if the kernel does not know it, and shared memory cannot be
+            process: The process id of the other end. None if the kernel does not know it; then no shared memory is
                 used.
         """
         super().__init__(sock, address, handshake_limit)
@@ -161,9 +167,9 @@ class UnixLink(StreamLink):
             self._set_up(options, deadline)
 
     def _set_up(self, options: LinkOptions, deadline: float) -> None:
-        """At the connecting end: offers a ring and a segment, and waits for the answer.
+        """At the connecting end: offers the other end a ring and a shared segment, and waits for the answer.
 
-        `deadline` is a time of the monotonic clock.
+        The ring is used if the other end has accepted it. `deadline` is a time of the monotonic clock.
 
         Raises:
             ConnectionError: The other end has closed the link, or this process has no descriptors left.
@@ -193,12 +199,16 @@ class UnixLink(StreamLink):
             if memory >= 0:
                 os.close(memory)
             _close_all(self._descriptors)
+            self._wake_up = WakeUp()  # frees its descriptor; only this thread has waited on the socket
 
     def _use_offered_ring(self, memory: int, options: LinkOptions) -> None:
-        """At the connecting end: uses the ring `memory`, which the other end has accepted.
+        """At the connecting end: uses the ring that this end has offered and the other end has accepted.
+
+        `memory` is the memfd of the ring; -1 if none was offered. `_descriptors` has the two events that the other end
+        has sent.
 
         Raises:
-            ProtocolError: The ring was not offered, or the descriptors of the other end are not events.
+            ProtocolError: No ring was offered, or the descriptors of the other end are not events.
             ConnectionAbortedError: This process has no descriptors or memory left for the ring.
         """
         if memory < 0 or not all(map(_is_event, self._descriptors)):
@@ -214,7 +224,8 @@ class UnixLink(StreamLink):
     def _send_with_descriptors(self, internal: bytes, descriptors: list[int]) -> None:
         """Sends an internal frame and file descriptors through the socket, which must have room for them.
 
-        Raises `ConnectionError` if the connection is closed or broken, or if there is no room.
+        `descriptors` may be empty. Raises `ConnectionError` if the connection is closed or broken, or if there is no
+        room.
         """
         sock = self._open_socket()
         data = WORD.pack(len(internal) | INTERNAL) + internal
@@ -229,10 +240,11 @@ class UnixLink(StreamLink):
         self._bytes_out += sent
 
     def _wait_for_setup_done(self, deadline: float) -> tuple[int, int, bytes]:
-        """Waits for SETUP_DONE until `deadline` (monotonic clock). Returns its flags, descriptor and token.
+        """At the connecting end: waits for SETUP_DONE, the answer to the offer of a ring and a shared segment.
 
-        Raises `TimeoutError` after the deadline, `ConnectionError` if the other end has closed the link, and
-        `ProtocolError` if something else arrives.
+        Returns the flags of the answer, the descriptor of a segment that the other end offers (negative for none), and
+        the token of the other end's segments. Raises `TimeoutError` after the time `deadline` of the monotonic clock,
+        `ConnectionError` if the other end has closed the link, and `ProtocolError` if something else arrives.
         """
         self._due_kind = SETUP_DONE
         while self._due_kind:
@@ -251,7 +263,8 @@ class UnixLink(StreamLink):
     def _receive_from_socket(self, size: int) -> list[Frame]:
         """Receives at most `size` bytes, and file descriptors, while the link is being set up.
 
-        Returns complete frames; an empty list if there are none.
+        Appends the descriptors to `_descriptors`. Returns complete frames; an empty list if there are none, or nothing
+        has arrived.
 
         Raises:
             ConnectionError: The link is closed or broken.
@@ -277,9 +290,10 @@ class UnixLink(StreamLink):
         return frames
 
     def _receive_setup(self) -> list[Frame]:
-        """At the accepting end: receives and processes SETUP, and reads no byte after it. Returns an empty list.
+        """At the accepting end: receives and answers SETUP, the offer of a ring. Reads no byte after it. Does not wait.
 
-        Raises `ProtocolError` if another frame comes first, and `ConnectionError` if the link is closed.
+        Returns an empty list, because SETUP is not for the user of the link. Raises `ProtocolError` if another frame
+        comes first, and `ConnectionError` if the link is closed.
         """
         missing = WORD.size + _SETUP.size - len(self._rest)
         if self._receive_from_socket(max(1, missing)):
@@ -287,10 +301,12 @@ class UnixLink(StreamLink):
         return []
 
     def _accept_setup(self, data: bytes) -> None:
-        """At the accepting end: processes SETUP. Maps the ring if possible, and answers with SETUP_DONE.
+        """At the accepting end: processes SETUP, the offer of a ring and a shared segment. Answers with SETUP_DONE.
+
+        Maps the ring if possible. Then sends the frames that were held back.
 
         Raises:
-            ProtocolError: SETUP has a wrong size, or its descriptors are not events.
+            ProtocolError: `data` has not the size of a SETUP frame, or its descriptors are not events.
             ConnectionError: The answer cannot be sent.
         """
         assert self._options is not None
@@ -308,39 +324,42 @@ class UnixLink(StreamLink):
                     flags |= _SEGMENT_OPENED
             events = []
             if has_ring and shared is not None and options.poller.has_rings and capacity == RING_BYTES:
-                # If this process has no descriptors left, some of the three are missing.
-                if len(descriptors) == 3 and self._accept_ring(descriptors, options):
-                    flags |= _RING_MAPPED
-                    events = [options.poller.leader_event, options.poller.standby_event]
-                else:
-                    flags |= _RING_POSSIBLE_LATER
+                flags |= self._accept_ring(descriptors, options)
+            if flags & _RING_MAPPED:
+                events = [options.poller.leader_event, options.poller.standby_event]
             self._send_with_descriptors(_SETUP_DONE.pack(SETUP_DONE, flags, mine, my_token), events)
         finally:
             _close_all(descriptors)
         self._send_held_back()
 
-    def _accept_ring(self, descriptors: list[int], options: LinkOptions) -> bool:
-        """At the accepting end: maps the ring that was offered. Returns False if it cannot be used.
+    def _accept_ring(self, descriptors: list[int], options: LinkOptions) -> int:
+        """At the accepting end: maps the ring that was offered, and uses it from now on.
 
-        `descriptors` are the memory of the ring and two events. If the ring is used, the events are taken out of the
-        list. Raises `ProtocolError` if they are not events.
+        `descriptors` are the memory of the ring and two events. If the ring is used, the events are removed from the
+        list.
+
+        Returns a flag for SETUP_DONE: `_RING_MAPPED`; `_RING_POSSIBLE_LATER` if this process lacks descriptors or
+        memory; 0 if the memory is not that of a ring. Raises `ProtocolError` if the last two descriptors are not
+        events.
         """
+        if len(descriptors) != 3:  # this process has no descriptors left
+            return _RING_POSSIBLE_LATER
         memory, *events = descriptors
         if not all(map(_is_event, events)):
             raise ProtocolError(f"{self.address} sent descriptors that are no events")
         if not _is_ring_memory(memory):
-            return False
+            return 0
         try:
             self._use_ring(memory, 1, events, options)
-        except OSError:  # no memory is left, or the memfd is read-only
-            return False
+        except OSError:  # no memory is left
+            return _RING_POSSIBLE_LATER
         del descriptors[1:]
-        return True
+        return _RING_MAPPED
 
     def _hold_back(self, frame: bytes, buffers: list[memoryview] | None) -> bool:
-        """Keeps a frame, with copies of its buffers, until SETUP is answered.
+        """At the accepting end: keeps a frame, with copies of its buffers, until the link is set up. Empties `buffers`.
 
-        Returns False if it was answered meanwhile.
+        Returns True. Returns False, and keeps nothing, if the link is set up already.
         """
         with self._setup_lock:
             if self._before_setup is None:
@@ -352,7 +371,7 @@ class UnixLink(StreamLink):
             return True
 
     def _send_held_back(self) -> None:
-        """Sends the frames that `_hold_back` has kept. Other threads that call `send` wait until that is done.
+        """Sends the frames that `_hold_back` has kept, if any. Other threads that call `send` wait meanwhile.
 
         Raises `ConnectionError` if the link is closed or broken.
         """
@@ -379,6 +398,7 @@ class UnixLink(StreamLink):
         )
         self._peer_events = events
         self.ring = ring
+        self._wake_up = WakeUp()  # frees its descriptor, which a link with a ring does not need
         # Replace the method by that of the ring, which saves every call one Python function.
         self.wait = self.ring.wait  # type: ignore[method-assign]
         options.poller.note_ring(self)
@@ -427,9 +447,10 @@ class UnixLink(StreamLink):
             raise failure
 
     def _receive_internal(self, data: bytes) -> Frame | None:
-        """Processes an internal frame. Returns the frame for the user of the link that it completes; None if none.
+        """Processes an internal frame, which is for the link itself and not for its user.
 
-        Raises `ProtocolError` if it is empty, cannot be read, or is not allowed now.
+        Returns the frame for the user if the internal frame contains or completes one, else None. Raises
+        `ProtocolError` if the internal frame is empty, cannot be read, or is not allowed now.
         """
         if not data:
             raise ProtocolError(f"{self.address} sent an empty internal frame")
@@ -452,11 +473,12 @@ class UnixLink(StreamLink):
         return super()._receive_internal(data)
 
     def _receive_long(self, data: bytes) -> Frame | None:
-        """Adds a piece of a long internal frame.
+        """Adds a LONG piece to the internal frame that it belongs to. With the last piece, processes that frame.
 
-        With the last piece, processes the whole frame like `_receive_internal`.
+        Returns the frame for the user of the link if the internal frame contains or completes one, else None.
 
-        Raises `ProtocolError` if the piece is too short, or there is too much of incomplete frames.
+        Raises `ProtocolError` if the piece is too short, the internal frame is too long or cannot be read, or too many
+        internal frames are incomplete.
         """
         if len(data) < _LONG.size:
             raise ProtocolError(f"{self.address} sent a header that is too short")
@@ -473,7 +495,7 @@ class UnixLink(StreamLink):
         return self._receive_internal(bytes(pieces))
 
     def wake(self) -> None:
-        """See `Link`."""
+        """Ends `wait` in another thread early; if no thread waits, the next `wait` returns at once. Raises nothing."""
         ring = self.ring
         if ring is not None:
             ring.wake()
@@ -481,7 +503,7 @@ class UnixLink(StreamLink):
             super().wake()
 
     def note_hang_up(self) -> None:
-        """Notes that the other end has closed the link: `wait` in another thread ends, later ones return at once.
+        """Tells this link that the other end has closed it. `wait` in another thread ends; later waits end at once.
 
         Without a ring this does nothing, because the socket itself ends the wait.
         """
@@ -512,16 +534,19 @@ class UnixLink(StreamLink):
             self._queue_for_ring((frame,))
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """Sends one frame like `send`, and returns copies of its buffers for sending it again on another link.
+        """Sends one frame, and returns copies of its buffers, so that the frame can be sent again on another link.
+
+        Queues the frame if there is no room.
 
         Args:
             frame: The bytes of the frame; may be empty.
-            buffers: The buffers of the frame. The list may be empty afterwards.
-            deadline: Until when to wait while a large frame is sent, as for `send`.
+            buffers: The buffers of the frame; an empty list for none. The list may be empty afterwards.
+            deadline: Until when to wait while a large frame is sent, as a time of the monotonic clock. After that the
+                rest is copied and queued, and no error is raised.
 
         Returns:
-            A copy of each buffer, which does not change when the program changes the original; an empty list for no
-            buffers.
+            A copy of each buffer; an empty list for no buffers. A copy does not change when the program changes the
+            original.
 
         Raises:
             ConnectionError: The link is closed or broken.
@@ -530,9 +555,11 @@ class UnixLink(StreamLink):
         return kept if kept is not None else super().send_kept(frame, buffers, deadline)
 
     def _send_large(self, frame: bytes, buffers: list[memoryview], deadline: float) -> None:
-        """Sends a frame that has buffers or is too large for the ring: in shared memory if possible, else in chunks.
+        """Sends a frame in shared memory if possible, else through the ring or the socket, in chunks if it is large.
 
-        Empties `buffers`. Raises `ConnectionError` if the link is closed or broken.
+        For frames with buffers, frames that are too large for the ring, and all frames of links without a ring. Empties
+        `buffers`. `deadline`, a time of the monotonic clock, limits the wait while chunks are sent. After that, the
+        rest is queued. Raises `ConnectionError` if the link is closed or broken.
         """
         if self._shared is not None and self._shared.send(frame, buffers):
             return
@@ -547,9 +574,9 @@ class UnixLink(StreamLink):
         buffers.clear()
 
     def _send_internal(self, *parts: Buffer) -> None:
-        """Sends one internal frame that consists of these parts.
+        """Sends one internal frame, which is for the link at the other end. It consists of `parts` in this order.
 
-        Raises `ConnectionError` if the link is closed or broken.
+        Queues it if there is no room. Raises `ConnectionError` if the link is closed or broken.
         """
         ring = self.ring
         if ring is None:
@@ -561,7 +588,7 @@ class UnixLink(StreamLink):
             self._queue_for_ring((None, b"".join(parts)))
 
     def _long_pieces(self, data: bytes) -> list[bytes]:
-        """Returns an internal frame as LONG pieces that fit into the ring, or only the frame itself if it fits."""
+        """Splits an internal frame into LONG pieces that fit into the ring. Returns `[data]` if `data` fits itself."""
         if len(data) <= _RING_WHOLE_MAX_BYTES:
             return [data]
         number, step = next(self._numbers), _RING_WHOLE_MAX_BYTES - _LONG.size
@@ -570,10 +597,10 @@ class UnixLink(StreamLink):
         ]
 
     def _queue_for_ring(self, *entries: tuple[Any, ...]) -> None:
-        """Queues frames in one step, and moves as many as possible into the ring.
+        """Queues frames in one step, and then moves as many as possible into the ring.
 
-        Each entry is a tuple of a frame, or of None and an internal frame. Raises `ConnectionAbortedError` if the link
-        is closed.
+        Each entry is a tuple: `(frame,)`, or `(None, data)` for an internal frame. Raises `ConnectionAbortedError` if
+        the link is closed.
         """
         if self._socket is None:
             raise ConnectionAbortedError(f"the link to {self.address} is closed")
@@ -601,7 +628,10 @@ class UnixLink(StreamLink):
                 return
 
     def _flush_ring(self) -> bool:
-        """Moves queued frames into the ring. Returns False if frames are left: then the poller calls `flush` later."""
+        """Moves queued frames into the ring, and returns True if none is left. Does not wait.
+
+        Returns False if the ring is full or closed. If it is full, the poller calls `flush` later.
+        """
         assert self._options is not None
         queue = self._ring_queue
         while queue:
@@ -626,14 +656,14 @@ class UnixLink(StreamLink):
         return True
 
     def _max_chunk_bytes(self) -> int:
-        """Returns the most bytes of a chunk, fewer if the link has a ring."""
+        """Returns the most bytes of a chunk, a piece of a large frame, without its header; fewer with a ring."""
         return super()._max_chunk_bytes() if self.ring is None else _RING_WHOLE_MAX_BYTES - CHUNK_HEADER_SIZE
 
     def _send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> None:
-        """Sends a chunk, and waits while the ring is full.
+        """Sends a chunk, a piece of a large frame, with its header. Waits while there is no room for it.
 
-        At the time `deadline` of the monotonic clock, the chunk is copied and queued. Raises `ConnectionError` if the
-        link is closed or broken.
+        At the time `deadline` of the monotonic clock, the bytes that were not accepted are copied and queued. They are
+        queued at once if this thread must not wait. Raises `ConnectionError` if the link is closed or broken.
         """
         ring = self.ring
         if ring is None:
@@ -648,9 +678,11 @@ class UnixLink(StreamLink):
     def _send_contiguous(
         self, announcement: bytes, header: bytes, frame: Buffer, buffers: Sequence[memoryview]
     ) -> None:
-        """Queues a large frame in one step, so that no other frame of this kind is between its chunks. Does not wait.
+        """Queues a large frame in one step, and sends as much of it as there is room for. Does not wait.
 
-        Raises `ConnectionError` if the link is closed or broken.
+        So its chunks are not mixed with those of other frames that are sent by this method. `announcement` is the
+        internal frame that goes before the chunks, and `header` the header of each chunk. Raises `ConnectionError` if
+        the link is closed or broken.
         """
         if self.ring is None:
             super()._send_contiguous(announcement, header, frame, buffers)
@@ -660,10 +692,10 @@ class UnixLink(StreamLink):
         self._queue_for_ring(*[(None, piece) for piece in pieces])
 
     def _wait_and_send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> bool:
-        """Waits for room in the ring, sends a chunk, and returns True.
+        """Waits for room in the ring, sends `header` and `chunk`, and returns True.
 
-        Returns False after the time `deadline` of the monotonic clock, or at once if this thread must not wait, because
-        it reads the links of this worker or runs an event loop.
+        Returns False, and sends nothing, after the time `deadline` of the monotonic clock. Returns False at once if
+        this thread must not wait, because it reads the links of this worker or runs an event loop.
 
         Raises:
             ConnectionAbortedError: The link was closed.
@@ -685,24 +717,28 @@ class UnixLink(StreamLink):
         return False
 
     def _send_supply(self, segment: int, buffers: list[memoryview]) -> None:
-        """Sends the buffers of a segment that the other end could not open. Does not wait: they may be queued.
+        """Sends the buffers of a shared segment through the link, because the other end could not open the segment.
 
-        Raises `ConnectionError` if the link is closed or broken.
+        `segment` is the number of the segment. Does not wait: the buffers may be queued. Raises `ConnectionError` if
+        the link is closed or broken.
         """
         number = next(self._numbers)
         self._send_contiguous(pack_supply(number, segment, buffers), pack_chunk_header(number), b"", buffers)
 
     def unsent_bytes(self) -> int:
-        """Returns a number that is 0 if `close` would lose nothing: the number of queued bytes, and more.
+        """Returns 0 if `close` would lose nothing; otherwise about the number of bytes that it would lose, at least 1.
 
-        It also counts frames that wait until the link is set up, and 1 if the other end has not opened a shared segment
-        that it was sent.
+        Counted are queued bytes, 1 for each frame that waits until the link is set up, and 1 if the other end has yet
+        to open a shared segment.
         """
         unopened = self._shared is not None and self._shared.has_unopened()
         return self.backlog + len(self._before_setup or ()) + unopened
 
     def counts(self) -> LinkCounts:
-        """Returns the numbers of bytes that were received and sent so far, by socket, ring and shared memory."""
+        """Returns the numbers of bytes that were received and sent so far, also after `close`.
+
+        They include the bytes that went through the socket, through the ring, and in shared memory.
+        """
         bytes_in, bytes_out = self._bytes_in, self._bytes_out
         ring, shared = self.ring, self._shared
         if ring is not None:
@@ -715,11 +751,11 @@ class UnixLink(StreamLink):
     # The end
 
     def should_be_replaced(self) -> bool:
-        """Returns whether a new link in place of this one may be faster, and this process can make one now.
+        """Returns whether a new link to the other end may be faster than this one, and this process can make one now.
 
-        True at the connecting end some seconds after a link was made without a ring because one of the two processes
-        was short of descriptors or memory. The link itself cannot change to a ring: frames of other threads may be
-        anywhere between the two ends. False for all other links.
+        That is so at the connecting end, some seconds after the link was made without a ring, if one of the two
+        processes was short of descriptors or memory then. False for all other links. A link without a ring never gets
+        one later.
         """
         return monotonic() >= self._replace_at and _has_free_descriptors(_DESCRIPTORS_OF_LINK)
 
@@ -729,7 +765,10 @@ class UnixLink(StreamLink):
             self._shared.sweep(before)
 
     def prepare_fork(self) -> None:
-        """Must be called before this process forks: memory that the child inherits is not written again."""
+        """Must be called before this process forks. Keeps the received buffers of the child unchanged.
+
+        A forked child inherits buffers in shared memory. From now on neither end reuses that memory for other frames.
+        """
         if self._shared is not None:
             self._shared.prepare_fork()
 
@@ -752,7 +791,10 @@ class UnixLink(StreamLink):
             self._shared.abandon()
 
     def _release_ring(self) -> None:
-        """Closes the ring, drops queued frames, and closes descriptors. Does nothing if that was done before."""
+        """Closes the ring and the descriptors of the other end's events, and drops queued frames.
+
+        Does nothing if that was done before.
+        """
         with self._setup_lock:  # another thread may be in `close`
             ring, self.ring = self.ring, None
         if ring is not None:
@@ -769,7 +811,10 @@ class UnixLink(StreamLink):
 
 
 def _new_ring_memory() -> int:
-    """Returns a sealed memfd for two rings; -1 if the system cannot create one."""
+    """Returns a memfd for the rings of a link, one for each direction; -1 if the system cannot create one.
+
+    Its size is sealed: nobody can change it.
+    """
     try:
         memory = os.memfd_create("farcall-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError:
@@ -784,7 +829,7 @@ def _new_ring_memory() -> int:
 
 
 def _has_free_descriptors(count: int) -> bool:
-    """Returns whether this process can open that many more file descriptors, by trying."""
+    """Returns whether this process can open `count` more file descriptors. Finds out by opening them for a moment."""
     taken: list[int] = []
     try:
         while len(taken) < count:
@@ -797,9 +842,9 @@ def _has_free_descriptors(count: int) -> bool:
 
 
 def _is_ring_memory(descriptor: int) -> bool:
-    """Returns whether a descriptor is a memfd as made by `_new_ring_memory`.
+    """Returns whether a descriptor is a memfd with the size, the seals and the access mode of `_new_ring_memory`.
 
-    Memory that the other end could shrink could crash this process with SIGBUS.
+    Without the seals, the other end could shrink the memory, and this process would die of SIGBUS.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -830,7 +875,7 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 class UnixTransport:
-    """The transport with the scheme `unix`: Unix sockets, for workers of one user on one host."""
+    """The transport with the scheme `unix`: Unix sockets and shared memory, for workers of one user on one host."""
 
     scheme = "unix"
 
@@ -908,15 +953,15 @@ class UnixTransport:
 
 
 class UnixListener:
-    """A listening Unix socket with a path in the file system. `Listener` describes the methods."""
+    """A listening Unix socket with a path in the file system. `accept` returns the links of connecting workers."""
 
     def __init__(self, sock: socket.socket, path: str, directory: str | None, handshake_limit: int) -> None:
         """Creates a listener on a listening socket.
 
         Args:
             sock: The socket. The listener takes it over and closes it.
-            path: The path of the socket, which is removed with the listener.
-            directory: A directory that is removed with the listener; None to remove none.
+            path: The path of the socket. `close` removes it.
+            directory: A directory that `close` removes if it is empty; None to remove none.
             handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
         """
         self.address = f"unix:{path}"
@@ -1015,9 +1060,9 @@ def _peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
 
 
 def _checked_process(sock: socket.socket, address: str) -> int | None:
-    """Returns the process id of the listening end; None if the kernel does not know it.
+    """Returns the process id of the listener to which `sock` is connected; None if the kernel does not know it.
 
-    Raises `PermissionError`, which names `address`, if the process belongs to another user.
+    Raises `PermissionError`, whose text contains `address`, if the process belongs to another user.
     """
     process, user, _ = _peer_credentials(sock)
     if user != os.geteuid():
@@ -1033,14 +1078,16 @@ def _tuned(sock: socket.socket) -> socket.socket:
 
 
 def _shared_directory(root: str) -> str:
-    """Returns the path of the directory of this user's sockets. Does not create it."""
+    """Returns the path of the directory for all sockets of this user, which is in `root`. Does not create it."""
     return os.path.join(root, f"farcall-{os.geteuid()}")
 
 
 def _choose_directory(roots: Iterable[str]) -> tuple[str, bool]:
-    """Returns a directory for a socket, and whether the directory was created for this socket alone.
+    """Returns a directory for a socket, which only this user can access. Creates it if necessary.
 
-    Raises `OSError` if no directory is writable, or all paths are too long.
+    The second value is True if the directory was created for this socket alone, and False if it is shared by all
+    sockets of this user. Uses the first of `roots` that works. Raises `OSError` if no directory is writable, or all
+    paths are too long for a socket.
     """
     refused = []
     for root in roots:
@@ -1094,7 +1141,10 @@ def _remove_dead_sockets(directory: str) -> None:
 
 
 def _is_dead(path: str) -> bool:
-    """Returns whether no process listens on the socket at a path. False for a new one that is being set up."""
+    """Returns whether no process listens on the socket at `path`.
+
+    False if the path does not exist, and for a path that ends in `.new` and is less than a minute old.
+    """
     if path.endswith(".new") and _age_s(path) < _GRACE_S:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
@@ -1114,7 +1164,7 @@ def _age_s(path: str) -> float:
 
 
 def _remove(file: str | None, directory: str | None) -> None:
-    """Removes a file, and then a directory if it is empty; None for none. Ignores errors."""
+    """Removes `file`, and then `directory` if it is empty. None stands for nothing to remove. Ignores errors."""
     try:
         if file is not None:
             os.unlink(file)

@@ -7,10 +7,13 @@ from contextlib import suppress
 
 
 class WakeUp:
-    """A request to end a wait. It stays until a wait takes it, so one that comes before the wait is not lost.
+    """Ends the wait of a thread that polls a link, when another thread calls `request`.
 
-    The descriptor is created by the first wait that needs it, and closed with the object. A thread that polls it must
-    keep a reference to the object: otherwise another file could have its number.
+    A request stays until the waiting thread calls `take`, so a request that comes before the wait is not lost.
+
+    The first call of `fileno` creates the descriptor, and the descriptor is closed with this object. A thread that
+    polls the descriptor must keep a reference to this object. Otherwise the number of the descriptor could soon belong
+    to another file.
     """
 
     __slots__ = ("_event", "_is_due")
@@ -20,20 +23,25 @@ class WakeUp:
         self._is_due = False
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable after a later request. The thread that waits calls `take` after it."""
+        """Returns a descriptor that becomes readable at the next `request`. Creates it if necessary.
+
+        Call `take` afterwards: a request from before the descriptor existed does not make it readable. Returns -1 if
+        the process has no descriptor left; then the thread that waits must call `take` from time to time.
+        """
         if self._event < 0:
-            self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            with suppress(OSError):
+                self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         return self._event
 
     def request(self) -> None:
-        """Ends the wait of another thread, or the next one. Raises nothing."""
+        """Ends the wait of the waiting thread. If no thread waits, the next wait ends at once. Raises nothing."""
         self._is_due = True  # first: the thread that waits creates the descriptor, and looks here after that
         if self._event >= 0:
             with suppress(OSError):
                 os.eventfd_write(self._event, 1)
 
     def take(self) -> bool:
-        """Returns whether there was a request, which is done with then. For the thread that waits."""
+        """Removes the request, and returns True; False if there was none. Only for the waiting thread."""
         if not self._is_due:
             return False
         self._is_due = False

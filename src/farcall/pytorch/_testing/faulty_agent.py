@@ -39,9 +39,10 @@ from farcall.testing.faulty_options import (
 
 
 def _message_names() -> dict[bytes, Names]:
-    """Returns the message names of this package's own functions, which torch would send as other kinds of messages.
+    """Returns the names that torch has for calls of some functions of this package, by function.
 
-    The keys are functions, encoded by `encode_function`.
+    A key is a function, encoded by `encode_function`. A value has two names: the first for calls by `rpc_sync` and
+    `rpc_async`, the second for calls by `remote`. With an empty name, a call never fails and is not delayed.
     """
     script, enveloped = Names(SCRIPT_CALL, SCRIPT_REMOTE_CALL), Names()
     functions: dict[Callable[..., Any], Names] = {
@@ -73,7 +74,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
             for none.
 
     Raises:
-        UsageError: A name or number is not valid. Raised when an agent is created.
+        UsageError: A name or number is not valid. Raised when an agent is created, not by this class.
     """
 
     messages_to_fail: list[str] = field(default_factory=list)
@@ -96,7 +97,14 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
-    """An agent whose messages fail or are delayed as its options say, for programs that are written for torch."""
+    """An agent whose messages fail or are delayed as its options say, for programs that are written for torch.
+
+    Creating one joins a group. A call by `remote` that fails is not sent again, as in torch: every use of its reference
+    raises `RpcTimeoutError`.
+
+    Attributes:
+        named: The names that torch has for calls of some functions, by the encoded function.
+    """
 
     named: Mapping[bytes, Names] | None = _MESSAGE_NAMES
 
@@ -110,7 +118,7 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
         reverse_device_maps: dict[str, DeviceMap],
         devices: list[torch.device],
     ) -> None:
-        """Joins the group.
+        """Joins the group, and returns when all workers of a fixed group have joined.
 
         Args:
             store: A `torch.distributed.Store`, at which the workers find each other.
@@ -119,8 +127,8 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
             world_size: The number of workers; None or 0 for an open group.
             opts: The options, which say which messages fail or are delayed.
             reverse_device_maps: For the name of each caller, a map from devices of this worker to devices of the
-                caller.
-            devices: The devices that calls may use on this worker.
+                caller; may be empty.
+            devices: The devices that calls may use on this worker; may be empty.
 
         Raises:
             RuntimeError: torch does not accept the name.
@@ -134,7 +142,10 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
 
 
 class _FailedRemoteCalls(ClientInterceptor):
-    """An interceptor that makes calls by `remote` fail: the caller gets a reference that never has a value."""
+    """An interceptor that makes calls by `remote` fail: the caller gets a reference that never has a value.
+
+    A call of `agent` fails if its message name is in `failing`.
+    """
 
     def __init__(self, agent: FaultyAgent, failing: Set[str]) -> None:
         """Creates the interceptor.
@@ -147,7 +158,14 @@ class _FailedRemoteCalls(ClientInterceptor):
         self._failing = failing
 
     def intercept(self, call: ClientCall, proceed: Callable[[ClientCall], Any]) -> Any:
-        """Returns a handle that never has a value if `call` is a call by `remote` that has to fail; else makes it."""
+        """Makes `call`. If it is a call by `remote` that has to fail, returns a handle without a value instead.
+
+        Using that handle raises `RpcTimeoutError`. Every other call returns and raises as usual.
+
+        Args:
+            call: The call that this worker makes.
+            proceed: Makes the call that it is given.
+        """
         if call.is_kept:
             callee = b"" if isinstance(call.function, str) else encode_function(call.function) or b""
             name = self._agent.faults.rules.name_of_remote_call(callee)
@@ -159,7 +177,7 @@ class _FailedRemoteCalls(ClientInterceptor):
 
 
 def _not_created(function: str, message: str) -> RpcTimeoutError:
-    """Returns the error that is raised when a reference is used whose call by `remote` failed.
+    """Returns the error for a reference without a value, because the call by `remote` that created it failed.
 
     Args:
         function: The name of the function that was called.

@@ -30,7 +30,7 @@ def _faulty_tensorpipe_construct_rpc_backend_options_handler(
         messages_to_fail: The names of messages that fail; none by default. Names are checked when an agent is created.
         messages_to_delay: By how many seconds messages are delayed, by the name of the message; none by default.
         num_fail_sends: How many sends of each message in `messages_to_fail` fail before one succeeds; 0 for none.
-        **kwargs: Further options of `TensorPipeRpcBackendOptions`, which raises if it does not know one.
+        **kwargs: Further options of `TensorPipeRpcBackendOptions`, which raises `TypeError` if an option is unknown.
     """
     return FaultyTensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
@@ -52,13 +52,14 @@ def _faulty_tensorpipe_init_backend_handler(
         store: A `torch.distributed.Store`, at which the workers find each other.
         name: The name of this worker.
         rank: Its rank.
-        world_size: The number of workers.
+        world_size: The number of workers; 0 or None for an open group.
         rpc_backend_options: The options, a `FaultyTensorPipeRpcBackendOptions`.
 
     Raises:
         TypeError: `store` or `rpc_backend_options` has the wrong type.
         UsageError: A message name or a number in the options is not valid.
         RendezvousError: The group could not be joined.
+        RuntimeError: torch does not accept the name.
     """
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")

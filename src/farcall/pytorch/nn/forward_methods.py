@@ -19,11 +19,11 @@ from farcall.pytorch.rref import PyRRef
 def forward_async(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls the module on its owner, and returns a torch future of its result.
 
-    The future fails with what the module or its constructor raised. Raises `RuntimeError` if this process is not a
-    worker.
+    The future fails with what the module or its constructor raised, and if the call timed out or the owner was lost.
+    Raises `RuntimeError` if this process is not a worker.
 
     Args:
-        self: The remote module.
+        self: The remote module, which stands for a module on another worker.
         *args: The positional arguments of the module.
         **kwargs: Its keyword arguments.
     """
@@ -34,10 +34,11 @@ def forward_async(self: Any, *args: Any, **kwargs: Any) -> Any:
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls the module on its owner, and returns its result.
 
-    Raises what the module or its constructor raised, and `RuntimeError` if the call timed out or the owner was lost.
+    Raises what the module or its constructor raised. Raises `RuntimeError` if the call timed out, the owner was lost,
+    or this process is not a worker.
 
     Args:
-        self: The remote module.
+        self: The remote module, which stands for a module on another worker.
         *args: The positional arguments of the module.
         **kwargs: Its keyword arguments.
     """
@@ -54,10 +55,12 @@ def _remote_forward(
 ) -> Any:
     """Called remotely on the owner of the module: calls `forward` of the module, and returns its result.
 
+    Raises what `forward` and the constructor of the module raise.
+
     Args:
         module_rref: A reference to the module. Raises `RuntimeError` if this worker is not the owner.
-        device: The device of the module. Arguments are moved there, unless it is "cpu".
-        is_device_map_set: If False, the result is moved to the CPU.
+        device: The device of the module. Tensors in the arguments are moved there, unless it is "cpu".
+        is_device_map_set: If False and the device is not "cpu", the tensors of the result are moved to the CPU.
         *args: The positional arguments of `forward`.
         **kwargs: Its keyword arguments.
     """
@@ -70,8 +73,9 @@ def _remote_forward(
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """Returns a copy of the value with all its tensors on a device, also those in nested lists, tuples and dicts.
+    """Returns a copy of the value with its tensors on `device`, also those in nested lists, tuples and dicts.
 
-    Values without tensors stay the same. Raises `RuntimeError` if the device does not exist.
+    Tensors in a set, or in an attribute of an object, stay where they are. Raises `RuntimeError` if the device does not
+    exist.
     """
     return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

@@ -39,10 +39,12 @@ _generating: Final = threading.RLock()
 
 
 class Calls:
-    """The calls that compiled code has started on a remote module, by number.
+    """The calls that compiled TorchScript code has started on a remote module, by number.
+
+    The code starts a call with `begin`, and gets its result with `result`.
 
     Args:
-        remote_module: The remote module.
+        remote_module: The remote module, an object with `forward_async`.
     """
 
     def __init__(self, remote_module: Any) -> None:
@@ -53,7 +55,7 @@ class Calls:
     def begin(self, *args: Any) -> int:
         """Calls the module on its owner without waiting, and returns the number of the call, for `result`.
 
-        Raises `RuntimeError` if this process is not a worker.
+        `args` are the arguments of the module. Raises `RuntimeError` if this process is not a worker.
         """
         number = next(self._numbers)
         self._futures[number] = self._remote_module.forward_async(*args)
@@ -109,11 +111,11 @@ class _StringLoader(importlib.abc.SourceLoader):
         return self.data.encode("utf-8")
 
     def get_filename(self, fullname: str) -> str:
-        """Returns `<fullname>.py`, which is not the name of a file, for tracebacks."""
+        """Returns a file name for tracebacks, for example `<m>.py` for the module `m`. There is no such file."""
         return f"<{fullname}>.py"
 
     def path_stats(self, path: Any) -> Any:
-        """Raises `OSError`: there is no file whose age could tell whether it was compiled before."""
+        """Always raises `OSError`, because the source code is not in a file."""
         raise OSError("dynamically generated module has no filesystem stats")
 
     def exec_module(self, module: ModuleType) -> None:
@@ -126,15 +128,15 @@ class _StringLoader(importlib.abc.SourceLoader):
 def _do_instantiate_remote_module_template(
     generated_module_name: str, str_dict: Mapping[str, str], enable_moving_cpu_tensors_to_cuda: bool
 ) -> ModuleType:
-    """Returns the generated module of this name; generates it the first time.
+    """Returns the generated module of this name, with `forward_async` and `forward`; generates it the first time.
 
     Raises what the generated code raises, for example `SyntaxError`.
 
     Args:
         generated_module_name: The name, under which the module is also put into `sys.modules`.
-        str_dict: The texts for the fields of the template, by the names of the fields. Raises `KeyError` if one is
-            missing.
-        enable_moving_cpu_tensors_to_cuda: Has no effect, because both templates are the same.
+        str_dict: The texts for the fields of the source-code template, by the names of the fields. Raises `KeyError` if
+            one is missing. If `jit_script_decorator` is empty, the class for TorchScript is left out.
+        enable_moving_cpu_tensors_to_cuda: Has no effect: the template is the same for True and False.
     """
     with _generating:
         if generated_module_name in sys.modules:
@@ -156,7 +158,10 @@ def _do_instantiate_remote_module_template(
 def instantiate_scriptable_remote_module_template(
     module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool = True
 ) -> ModuleType:
-    """Returns the generated module for an interface, the same one each time.
+    """Returns a Python module with the methods of those remote modules that have a certain TorchScript interface.
+
+    Its list `_generated_methods` has the functions `forward_async` and `forward`, with the parameters of the
+    interface's `forward`. The Python module is generated once; later calls with the same interface return it again.
 
     Args:
         module_interface_cls: A class decorated with `torch.jit.interface`.
@@ -189,5 +194,8 @@ def instantiate_scriptable_remote_module_template(
 
 
 def instantiate_non_scriptable_remote_module_template() -> ModuleType:
-    """Returns the module with the methods of remote modules without an interface, which accept any arguments."""
+    """Returns the Python module with the methods of remote modules without a TorchScript interface.
+
+    Its list `_generated_methods` has the functions `forward_async` and `forward`, which accept any arguments.
+    """
     return forward_methods

@@ -56,7 +56,11 @@ _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING: tuple[str, ...] = (*vars(nn.Modul
 
 
 def _is_known(name: str) -> bool:
-    """Returns True if an attribute of this name is listed as one that is sent, or as one that is not sent."""
+    """Returns True if the attribute `name` of remote modules is declared as sent or as not sent in calls; else False.
+
+    The attributes that are sent are in `_REMOTE_MODULE_PICKLED_ATTRIBUTES`. Those that are not sent are in
+    `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING`.
+    """
     # Both are looked up each time, because programs with subclasses add their own attributes there.
     return name in _REMOTE_MODULE_PICKLED_ATTRIBUTES or name in _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING
 
@@ -72,20 +76,27 @@ _REFUSED_METHODS: Final = (
 
 
 class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
-    """A module on another worker, possibly with a TorchScript interface."""
+    """Stands for a module on another worker. Calling this object calls the module there.
+
+    The module may have a TorchScript interface: a class that declares the methods of the module with their types.
+    Programs use the subclass `RemoteModule`.
+
+    Attributes:
+        on: The name or the rank of the worker that has the module.
+        device: The device of the module on that worker.
+        is_device_map_set: True if results may stay on their device; otherwise they are moved to CPU memory before they
+            are sent.
+        is_scriptable: True if it has an interface, so that `torch.jit.script` accepts it.
+        generated_methods: The functions `forward_async` and `forward`.
+        module_rref: A reference to the module itself.
+    """
 
     on: str | int
-    """The name or the rank of the worker that has the module."""
     device: str
-    """The device of the module on that worker."""
     is_device_map_set: bool
-    """True if results may stay on their device; otherwise they are moved to CPU memory before they are sent."""
     is_scriptable: bool
-    """True if it has an interface, so that `torch.jit.script` accepts it."""
     generated_methods: Sequence[Callable[..., Any]]
-    """`forward_async` and `forward`."""
     module_rref: PyRRef[Any]
-    """A reference to the module itself."""
 
     def __init__(
         self,
@@ -98,12 +109,14 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         """Creates `module_cls(*args, **kwargs)` on a worker, and moves it to a device there.
 
         Args:
-            remote_device: `"name/device"` or `"rank:1/device"`. Without the device, `cpu`.
+            remote_device: Where: `"name/device"` or `"rank:1/device"`, for example `"worker1/cuda:0"`. Without the
+                device, `cpu`.
             module_cls: A subclass of `torch.nn.Module`, or a function that returns a module.
             args: Its positional arguments; None for none.
             kwargs: Its keyword arguments; None for none.
-            _module_interface_cls: A class decorated with `torch.jit.interface`. If given, the module is compiled, and
-                this waits until it is. If None, this does not wait, and errors of `module_cls` are raised by `forward`.
+            _module_interface_cls: A class decorated with `torch.jit.interface`, or None. If given, the module is
+                compiled. The constructor waits for that, and raises what `module_cls` raises. If None, the constructor
+                does not wait, and `forward` raises what `module_cls` raises.
 
         Raises:
             ValueError: `remote_device` is malformed, or `_module_interface_cls` is not an interface.
@@ -124,8 +137,10 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
     def _prepare_init(self, remote_device_str: str) -> bool:
         """Sets `on`, `device` and `is_device_map_set`, and returns True if the device is a GPU.
 
+        `is_device_map_set` becomes True if this worker has a device map for the other one.
+
         Args:
-            remote_device_str: `"name/device"` or `"rank:1/device"`. Without the device, `cpu`.
+            remote_device_str: Where the module is: `"name/device"` or `"rank:1/device"`. Without the device, `cpu`.
 
         Raises:
             ValueError: `remote_device_str` is malformed.
@@ -145,7 +160,7 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         return bool(torch.device(self.device).type == "cuda")
 
     def _init_template(self, module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
-        """Sets `is_scriptable` and `generated_methods`.
+        """Sets `is_scriptable` and `generated_methods`, the functions `forward_async` and `forward` of this object.
 
         Args:
             module_interface_cls: The TorchScript interface for which methods are generated; None for methods that
@@ -154,6 +169,7 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
 
         Raises:
             ValueError: `module_interface_cls` is not an interface.
+            AssertionError: The interface has no `forward`.
         """
         self.is_scriptable = module_interface_cls is not None
         generated = _NON_SCRIPTABLE_REMOTE_MODULE_MODULE
@@ -164,15 +180,15 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         self.generated_methods = generated._generated_methods
 
     def _install_generated_methods(self) -> None:
-        """Makes the functions in `generated_methods` methods of this object."""
+        """Makes the functions in `generated_methods`, `forward_async` and `forward`, methods of this object."""
         for method in self.generated_methods:
             setattr(self, method.__name__, types.MethodType(method, self))
 
     def _check_attribute_picklability(self) -> None:
-        """Returns None if it is known of each attribute of this object whether it is sent in calls.
+        """Returns None if each attribute of this object is declared as sent or as not sent in calls.
 
-        Raises `AttributeError` for one that is neither in `_REMOTE_MODULE_PICKLED_ATTRIBUTES` nor in
-        `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING`.
+        Raises `AttributeError` for an attribute that is neither in `_REMOTE_MODULE_PICKLED_ATTRIBUTES` (sent) nor in
+        `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING` (not sent).
         """
         for name in self.__dict__:
             if not _is_known(name):
@@ -191,7 +207,7 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
 
         Args:
             remote_device: Where the module is, `"name/device"` or `"rank:1/device"`. Without the device, `cpu`.
-            module_rref: A reference to the module.
+            module_rref: A reference to the module. It is not checked.
             _module_interface_cls: Its TorchScript interface; None for none.
 
         Raises:
@@ -208,9 +224,10 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         return remote_module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls `forward` with these arguments and the hooks of `torch.nn.Module`. Raises what `forward` raises.
+        """Calls the module on its worker with these arguments, and returns its result. Runs hooks of `torch.nn.Module`.
 
-        A remote module that was received in a call has no hooks.
+        A remote module that was received in a call has no hooks. Raises what the module or its constructor raised, and
+        `RuntimeError` if the call timed out or the worker was lost.
         """
         return super().__call__(*args, **kwargs) if "_forward_hooks" in self.__dict__ else self.forward(*args, **kwargs)
 
@@ -240,11 +257,14 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         return self
 
     def eval(self) -> _RemoteModule:
-        """Sets the module to evaluation mode. Returns this remote module. Raises the same errors as `train`."""
+        """Sets the module to evaluation mode. Returns this remote module.
+
+        Raises `RuntimeError` if the owner does not answer, and what the constructor of the module raised.
+        """
         return self.train(False)
 
     def parameters(self, recurse: bool = True) -> Any:
-        """Always raises `ValueError`, which says to use `remote_parameters`."""
+        """Always raises `ValueError`, which says to use `remote_parameters`. `recurse` is ignored."""
         raise ValueError(
             "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead."
         )
@@ -259,9 +279,9 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         raise RuntimeError(NO_UNPICKLE)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Returns what `torch.jit.script` compiles in place of this object.
+        """Returns what `torch.jit.script` compiles in place of this object: a module with the same `forward`.
 
-        Raises `RuntimeError` if it has no interface.
+        Raises `RuntimeError` if this object has no TorchScript interface.
         """
         if not self.is_scriptable:
             raise RuntimeError(
@@ -277,7 +297,11 @@ def _raise_not_supported(name: str) -> None:
 
 
 def _make_refusing_method(name: str) -> Callable[..., Any]:
-    """Returns a method that always raises `ValueError`, with the signature that `torch.nn.Module` has for this name."""
+    """Returns a method that always raises `ValueError`: remote modules do not have the method `name`.
+
+    For `inspect`, it has the signature that `torch.nn.Module` has for this name. Raises `AttributeError` if
+    `torch.nn.Module` has no such method.
+    """
 
     def refused(self: _RemoteModule, *args: Any, **kwargs: Any) -> Any:
         _raise_not_supported(name)
@@ -301,7 +325,10 @@ for _name in _REFUSED_METHODS:
 class RemoteModule(_RemoteModule):
     """A module on another worker, used as if it were in this process: `forward` calls it there.
 
-    Under distributed autograd, gradients reach its parameters.
+    The constructor creates `module_cls(*args, **kwargs)` at `remote_device`: the name of a worker, `/`, and a device.
+    Under distributed autograd, gradients reach the parameters of the module. A `RemoteModule` can be sent in a call,
+    but cannot be pickled otherwise. Methods of `torch.nn.Module` that would need the parameters in this process, such
+    as `to`, raise `ValueError`.
 
     Example:
         linear = RemoteModule("worker1/cpu", torch.nn.Linear, args=(20, 30))
@@ -320,7 +347,8 @@ class RemoteModule(_RemoteModule):
         Errors of `module_cls`, and a `ValueError` if its result is not a module, are raised by `forward`.
 
         Args:
-            remote_device: `"name/device"` or `"rank:1/device"`. Without the device, `cpu`.
+            remote_device: Where: `"name/device"` or `"rank:1/device"`, for example `"worker1/cuda:0"`. Without the
+                device, `cpu`.
             module_cls: A subclass of `torch.nn.Module`, or a function that returns a module.
             args: Its positional arguments; None for none.
             kwargs: Its keyword arguments; None for none.
@@ -341,7 +369,8 @@ def _create_module(
 ) -> nn.Module:
     """Called remotely: creates `module_cls(*args, **kwargs)`, moves it to a device of this worker, and returns it.
 
-    Raises `ValueError` if the result is not a module, and what `module_cls` raises.
+    Raises `ValueError` if the result is not a module, `RuntimeError` if the device does not exist, and what
+    `module_cls` raises.
     """
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
@@ -360,7 +389,7 @@ def _create_module_with_interface(
     device: str,
     module_interface_cls: Any,
 ) -> RRef[Any]:
-    """Called remotely: creates a module as `_create_module` does, compiles it, and returns a reference to it.
+    """Called remotely: creates `module_cls(*args, **kwargs)` here, compiles it, and returns a reference to it.
 
     Args:
         module_cls: A subclass of `torch.nn.Module`, or a function that returns a module.
@@ -371,16 +400,18 @@ def _create_module_with_interface(
 
     Raises:
         ValueError: `module_cls` does not return a module.
-        RuntimeError: The module cannot be compiled.
+        RuntimeError: The module cannot be compiled, does not have the interface, or the device does not exist.
+        Exception: What `module_cls` raises.
     """
     module = _create_module(module_cls, args, kwargs, device)
     return RRef(module if module_interface_cls is None else torch.jit.script(module), module_interface_cls)
 
 
 def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
-    """Generates the methods for a TorchScript interface on this worker, for later use.
+    """Generates the methods of remote modules with a TorchScript interface on this worker, for later use.
 
-    Raises `ValueError` if `module_interface_cls` is not an interface.
+    Does nothing if they were generated before. Raises `ValueError` if `module_interface_cls` is None or anything else
+    that is not an interface, and `AssertionError` if the interface has no `forward`. The other argument has no effect.
     """
     instantiator.instantiate_scriptable_remote_module_template(module_interface_cls, enable_moving_cpu_tensors_to_cuda)
 
@@ -389,14 +420,18 @@ def _param_rrefs(module_rref: PyRRef[Any], recurse: bool) -> list[RRef[Any]]:
     """Called remotely: returns references to the parameters of a module of this worker; an empty list if it has none.
 
     Args:
-        module_rref: A reference to the module.
+        module_rref: A reference to the module. Raises `RuntimeError` if another worker owns it, and what the
+            constructor of the module raised.
         recurse: Whether to include the parameters of submodules.
     """
     return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
 
 
 def _train(module_rref: PyRRef[Any], mode: bool) -> None:
-    """Called remotely: sets a module of this worker to training mode, or to evaluation mode if `mode` is False."""
+    """Called remotely: sets a module of this worker to training mode, or to evaluation mode if `mode` is False.
+
+    Raises `RuntimeError` if another worker owns the module, and what the constructor of the module raised.
+    """
     module_rref.local_value().train(mode)
 
 
@@ -404,10 +439,11 @@ def _train(module_rref: PyRRef[Any], mode: bool) -> None:
 
 
 def _remote_module_reducer(remote_module: RemoteModule) -> Any:
-    """Returns what is pickled in place of a remote module.
+    """Returns what is pickled in place of a remote module: a function and the values of the attributes that are sent.
 
-    Prints a warning for each attribute of which it is not known whether it is sent. Raises `SerializationError` if this
-    thread is not writing a message of a call.
+    Prints a warning to standard error for each attribute that is neither in `_REMOTE_MODULE_PICKLED_ATTRIBUTES` nor in
+    `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING`, and does not send it. Raises `SerializationError` if this thread is
+    not writing a message of a call.
     """
     for name in remote_module.__dict__:
         if not _is_known(name):

@@ -80,7 +80,10 @@ _REMOTE_FORWARD_TEMPLATE_ENABLE_MOVING_CPU_TENSORS_TO_CUDA: Final = _REMOTE_FORW
 
 
 def get_remote_module_template(enable_moving_cpu_tensors_to_cuda: bool) -> str:
-    """Returns the whole template. The argument has no effect: both templates are the same."""
+    """Returns the source code of the methods of remote modules with a TorchScript interface, with fields to fill in.
+
+    The fields are in braces, for `str.format`. The argument has no effect: the result is the same for True and False.
+    """
     if enable_moving_cpu_tensors_to_cuda:
         return _TEMPLATE_PREFIX + _REMOTE_FORWARD_TEMPLATE_ENABLE_MOVING_CPU_TENSORS_TO_CUDA
     return _TEMPLATE_PREFIX + _REMOTE_FORWARD_TEMPLATE

@@ -45,7 +45,7 @@ def _compiling() -> Iterator[None]:
     """Context manager for code that compiles TorchScript: admits one thread at a time, and hides deprecation warnings.
 
     The user did not ask for TorchScript, so its deprecation warnings would be of no use. Other warnings are shown at
-    the end.
+    the end, unless the block raises.
     """
     with _compile_lock:
         with warnings.catch_warnings(record=True) as caught:  # recorded, because some of torch's bypass the filters
@@ -58,6 +58,8 @@ def _compiling() -> Iterator[None]:
 
 class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
     """Wraps a functional optimizer in a module, because TorchScript compiles objects only as attributes of a module.
+
+    A functional optimizer is torch's version of an optimizer that is given its gradients and ignores `.grad`.
 
     Args:
         optim: The functional optimizer. Its `step` takes a list with one gradient, or None, for each parameter.
@@ -77,14 +79,23 @@ with _compiling():
 
     @torch.jit.interface
     class _ScriptLocalOptimizerInterface:
-        """The TorchScript interface of an optimizer for the parameters of one worker."""
+        """The TorchScript interface of an optimizer for the parameters of one worker.
+
+        Its `step` takes the id of the distributed autograd context with the gradients.
+        """
 
         def step(self, autograd_ctx_id: int) -> None:
             pass
 
 
 class _ScriptLocalOptimizer(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
-    """An optimizer for the parameters of one worker, with a compiled step that ignores `.grad`."""
+    """An optimizer for the parameters of one worker, with a compiled step that ignores `.grad`.
+
+    It takes the gradients from a distributed autograd context instead.
+
+    Attributes:
+        optim: The functional optimizer: torch's version of an optimizer that is given its gradients.
+    """
 
     compile_lock = _compile_lock
 
@@ -93,9 +104,13 @@ class _ScriptLocalOptimizer(nn.Module):  # type: ignore[misc]  # torch may not b
     ) -> None:
         """Creates and compiles the optimizer.
 
+        A functional version is torch's variant of an optimizer class that is given its gradients, and can be compiled.
+
         Args:
             optim_cls: A class of `torch.optim` of which torch has a functional version, or a functional version itself.
-            local_params_rref: References to parameters that this worker owns. Others raise `RuntimeError`.
+                Another class raises what TorchScript raises.
+            local_params_rref: References to parameters that this worker owns; others raise `RuntimeError`. For none,
+                the class itself raises `ValueError`.
             *args: Further positional arguments of the optimizer.
             **kwargs: Its keyword arguments. The class raises `TypeError` for an unknown one.
         """
@@ -127,8 +142,8 @@ def _plain_sgd_rate(functional: Any, lr: Any = None, *args: Any, **kwargs: Any) 
     A step of such an optimizer is one addition for all parameters, which needs no compiled code.
 
     Args:
-        functional: The class of the functional optimizer.
-        lr: Its learning rate; None if it was not given.
+        functional: The class of the functional optimizer, torch's version of an optimizer that is given its gradients.
+        lr: Its learning rate; None if it was not given, which returns None.
         *args: Its further positional arguments.
         **kwargs: Its further keyword arguments.
     """
@@ -142,7 +157,13 @@ def _plain_sgd_rate(functional: Any, lr: Any = None, *args: Any, **kwargs: Any) 
 
 
 class _LocalOptimizer:
-    """An optimizer of `torch.optim` for the parameters of one worker. A step puts the gradients into `.grad` first."""
+    """An optimizer of `torch.optim` for the parameters of one worker. A step puts the gradients into `.grad` first.
+
+    The gradients come from a distributed autograd context.
+
+    Attributes:
+        optim: The optimizer of `torch.optim`.
+    """
 
     global_lock = threading.Lock()
     """Held during a step of any `_LocalOptimizer`, because several of them may have the same parameters."""
@@ -154,7 +175,8 @@ class _LocalOptimizer:
 
         Args:
             optim_cls: A class of `torch.optim`, or any other with such a constructor and a `step`.
-            local_params_rref: References to parameters that this worker owns. Others raise `RuntimeError`.
+            local_params_rref: References to parameters that this worker owns; others raise `RuntimeError`. For none, a
+                class of `torch.optim` raises `ValueError`.
             *args: Further positional arguments of the optimizer.
             **kwargs: Its keyword arguments. The class raises `TypeError` for an unknown one.
         """
@@ -163,6 +185,9 @@ class _LocalOptimizer:
 
     def step(self, autograd_ctx_id: int) -> None:
         """Puts this worker's gradients of a distributed autograd context into `.grad`, and makes a step.
+
+        A parameter without a gradient in the context keeps its `.grad`. Steps of all such optimizers run one after the
+        other.
 
         Args:
             autograd_ctx_id: The id of the context. Raises `RuntimeError` if this worker does not know the context.
@@ -180,7 +205,7 @@ class _LocalOptimizer:
 def _new_local_optimizer(
     optim_cls: Callable[..., Any], local_params_rref: Sequence[PyRRef[Any]], *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    """Called remotely: creates a `_LocalOptimizer` on this worker, and returns a reference to it.
+    """Called remotely: creates an optimizer that uses `.grad` on this worker, and returns a reference to it.
 
     Args:
         optim_cls: A class of `torch.optim`, or any other with such a constructor and a `step`.
@@ -194,10 +219,11 @@ def _new_local_optimizer(
 def _new_script_local_optimizer(
     optim_cls: Callable[..., Any], local_params_rref: Sequence[PyRRef[Any]], *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    """Called remotely: creates a `_ScriptLocalOptimizer` on this worker, and returns a reference to it.
+    """Called remotely: creates an optimizer with a compiled step on this worker, and returns a reference to it.
 
     Args:
-        optim_cls: A class of `torch.optim` of which torch has a functional version, or a functional version itself.
+        optim_cls: A class of `torch.optim` of which torch has a functional version, which is given its gradients and
+            can be compiled; or a functional version itself.
         local_params_rref: References to parameters that this worker owns. Others raise `RuntimeError`.
         *args: Further positional arguments of the optimizer.
         **kwargs: Its keyword arguments. The class raises `TypeError` for an unknown one.
@@ -206,25 +232,25 @@ def _new_script_local_optimizer(
 
 
 def _local_optimizer_step(local_optim_rref: PyRRef[Any], autograd_ctx_id: int) -> None:
-    """Called remotely: makes a step of an optimizer of this worker.
+    """Called remotely: makes a step of an optimizer of this worker that uses `.grad`.
 
     Args:
         local_optim_rref: A reference to the optimizer. Raises `RuntimeError` if this worker does not own it.
-        autograd_ctx_id: The id of the context with the gradients. Raises `RuntimeError` if this worker does not know
-            it.
+        autograd_ctx_id: The id of the distributed autograd context with the gradients. Raises `RuntimeError` if this
+            worker does not know it.
     """
     local_optim_rref.local_value().step(autograd_ctx_id)
 
 
 def _script_local_optimizer_step(local_optim_rref: PyRRef[Any], autograd_ctx_id: int) -> None:
-    """Called remotely: makes a step of a functional optimizer of this worker.
+    """Called remotely: makes a step of an optimizer of this worker whose step is compiled.
 
     This function is not compiled, as in torch, because compiled code does not accept references. The step itself is.
 
     Args:
         local_optim_rref: A reference to the optimizer. Raises `RuntimeError` if this worker does not own it.
-        autograd_ctx_id: The id of the context with the gradients. Raises `RuntimeError` if this worker does not know
-            it.
+        autograd_ctx_id: The id of the distributed autograd context with the gradients. Raises `RuntimeError` if this
+            worker does not know it.
     """
     local_optim_rref.local_value().step(autograd_ctx_id)
 
@@ -238,7 +264,8 @@ def _begin_step(
     """Starts a step of an optimizer on another worker, and returns a future that is done when the step is.
 
     If that worker knows the context already, a method is called through the reference, which is faster. Otherwise an
-    ordinary call takes the context there.
+    ordinary call takes the context there. The future fails with what the step raises. Raises `RuntimeError` if the
+    reference cannot be used any more or the worker is not known.
 
     Args:
         optimizer: A reference to the optimizer.
@@ -275,13 +302,17 @@ class _LocalStep:
 
 
 class DistributedOptimizer:
-    """An optimizer for parameters that live on several workers.
+    """An optimizer for parameters that live on several workers. It creates an optimizer on each of them.
 
     Example:
         optimizer = DistributedOptimizer(torch.optim.SGD, [rref1, rref2], lr=0.05)
         with rpc.autograd.context() as context_id:
             rpc.autograd.backward(context_id, [loss])
             optimizer.step(context_id)
+
+    Attributes:
+        is_functional_optim: True if steps run compiled, without the GIL.
+        remote_optimizers: References to the optimizers, one for each worker that owns some of the parameters.
     """
 
     def __init__(
@@ -310,7 +341,6 @@ class DistributedOptimizer:
             by_owner.setdefault(rref.owner(), []).append(rref)
         functional = _functional_class(optimizer_class)
         self.is_functional_optim = functional is not None
-        """True if steps run compiled, without the GIL."""
         # For torch's own, the class of torch.optim is sent, and each worker looks the functional one up. Unpickling a
         # functional class by name would import, and so compile, all of them.
         made = optimizer_class if functional is None or functional.__module__.startswith("torch.") else functional
@@ -326,13 +356,12 @@ class DistributedOptimizer:
             [api.rpc_async(owner, new, (made, rrefs, *args), kwargs) for owner, rrefs in by_owner.items()],
             self._owners,
         )
-        """One reference for each worker that owns some of the parameters."""
 
     def step(self, context_id: int) -> None:
         """Applies the gradients of a distributed autograd context on all workers at the same time, and waits for all.
 
         With a class that has a compiled version, parameters without a gradient in the context stay unchanged. Other
-        classes also use gradients that are in `.grad` already.
+        classes also use gradients that are in `.grad` already. Without parameters it does nothing.
 
         Args:
             context_id: The id of the context.
@@ -356,9 +385,9 @@ class DistributedOptimizer:
 
 
 def _functional_class(optimizer_class: Any) -> Any:
-    """Returns torch's functional version of an optimizer class, which can be compiled; None if there is none.
+    """Returns torch's functional version of an optimizer class, which is given its gradients and can be compiled.
 
-    Also returns None if TorchScript is disabled.
+    Returns None if there is none, or if TorchScript is disabled.
     """
     return functional_optim_map.get(optimizer_class) if torch.jit._state._enabled else None
 

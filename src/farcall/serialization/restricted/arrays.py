@@ -31,7 +31,9 @@ from typing import Any, Final
 
 
 class Pending:
-    """Takes the place of a value in the unpickler until the state of the value arrives.
+    """Takes the place of a value in the unpickler until the state of the value arrives. `finish(state)` creates it.
+
+    Use a subclass: the class itself cannot create anything.
 
     Attributes:
         finished: The value, once `finish` has created it; None before.
@@ -43,7 +45,10 @@ class Pending:
         self.finished: Any = None
 
     def finish(self, state: Any) -> Any:
-        """Creates the value from its state, and returns it.
+        """Creates the value from its state, sets `finished`, and returns the value.
+
+        Args:
+            state: The state from the pickle. It is checked, because an attacker may have chosen it.
 
         Raises:
             TypeError, ValueError, LookupError: The state is not valid, or the value has been created already.
@@ -54,7 +59,10 @@ class Pending:
         return self.finished
 
     def _make(self, state: Any) -> Any:
-        """Returns the value that a state describes. Implemented by subclasses; see `finish` for what it raises."""
+        """Returns the value that a state describes. Implemented by subclasses; raises `NotImplementedError` here.
+
+        An implementation raises `TypeError`, `ValueError` or `LookupError` if the state is not valid.
+        """
         raise NotImplementedError
 
 
@@ -79,12 +87,12 @@ class PendingDtype(Pending):
     """Takes the place of `numpy.dtype` in a pickle, and of the dtype until its state arrives.
 
     Args:
-        text: The name of the dtype, as in "f8" or "V16".
-        align: Ignored, as the state repeats it.
+        text: The name of the dtype, as in "f8" or "V16": 1 to 32 alphanumeric characters.
+        align: Ignored, because the state repeats it.
         copy: Ignored.
 
     Raises:
-        TypeError: `text` cannot be the name of a dtype.
+        TypeError: `text` cannot be the name of a dtype. Whether numpy knows it is found out when the state arrives.
     """
 
     __slots__ = ("_text",)
@@ -100,7 +108,11 @@ class PendingDtype(Pending):
         self._text = text
 
     def _make(self, state: Any) -> Any:
-        """Returns the dtype. Raises `TypeError`, `ValueError` or `LookupError` if the state is not numpy's own."""
+        """Returns the dtype that `state`, a tuple of eight or more elements, describes.
+
+        Raises `TypeError`, `ValueError` or `LookupError` if the state is not one that numpy itself writes, or the dtype
+        is not built into numpy.
+        """
         import numpy
 
         if type(state) is not tuple:
@@ -142,9 +154,10 @@ class PendingDtype(Pending):
 
 
 def _check_kinds(*expected: tuple[Any, type]) -> None:
-    """Raises `TypeError` if a value is not exactly of the type that it is paired with. Subclasses do not count.
+    """Raises `TypeError` if a value is not exactly of the type that it is paired with; subclasses do not count.
 
-    numpy's own check would put the repr of the value into the message, which can take any time and memory.
+    Does nothing without pairs. numpy's own check would put the repr of the value into the message, which can take any
+    time and memory.
     """
     for value, kind in expected:
         if type(value) is not kind:
@@ -152,7 +165,7 @@ def _check_kinds(*expected: tuple[Any, type]) -> None:
 
 
 def check_dtype(value: Any) -> Any:
-    """Returns `value`. Raises `TypeError` if it is not a dtype."""
+    """Returns `value` if it is a `numpy.dtype`; raises `TypeError` if it is not, or numpy is not imported."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.dtype):
         raise TypeError(f"a {type(value).__name__} is not a dtype")
@@ -164,7 +177,8 @@ def _record_depth(dtype: Any, known: dict[int, int]) -> int:
 
     Args:
         dtype: The dtype.
-        known: The depths of dtypes that have been visited, by id, so that each is visited once. Empty at first.
+        known: The depths of dtypes that have been visited, by id, so that each is visited once. Empty at first; the
+            function fills it.
 
     Raises:
         TypeError: The dtype, or a dtype in it, is not built into numpy.
@@ -192,7 +206,10 @@ were sent limit the number."""
 
 
 class NdarrayName:
-    """Takes the place of the class `numpy.ndarray` in a pickle. It can only be passed to `reconstruct`."""
+    """The type of `NDARRAY`, which takes the place of the class `numpy.ndarray` in a pickle.
+
+    A pickle can only pass it to `reconstruct`.
+    """
 
     __slots__ = ()
 
@@ -204,12 +221,16 @@ NDARRAY: Final = NdarrayName()
 
 
 class PendingArray(Pending):
-    """Takes the place of an array until its state arrives."""
+    """Takes the place of an array in the unpickler until its state (shape, dtype and contents) arrives."""
 
     __slots__ = ()
 
     def _make(self, state: Any) -> Any:
-        """Returns the array. Raises `TypeError` or `ValueError` if its shape, dtype and contents do not fit."""
+        """Returns the array that `state` describes: (version, shape, dtype, whether it is in Fortran order, contents).
+
+        The version is ignored. The contents are bytes, or a list for a dtype with objects; both may be empty. Raises
+        `TypeError` or `ValueError` if `state` has another form, or shape, dtype and contents do not fit.
+        """
         import numpy
 
         _, shape, dtype, is_fortran, contents = state
@@ -232,7 +253,7 @@ class PendingArray(Pending):
 
 
 def objects_in(array: Any) -> list[Any]:
-    """Returns the objects in an array, including those in its records; an empty list if its dtype has none."""
+    """Returns the objects in a numpy array, including those in its records; an empty list if its dtype has none."""
     dtype = array.dtype
     if not dtype.hasobject:
         return []
@@ -243,10 +264,12 @@ def objects_in(array: Any) -> list[Any]:
 
 
 def reconstruct(cls: Any, shape: Any, typecode: Any) -> PendingArray:
-    """Takes the place of numpy's `_reconstruct`. Returns a pending array, whose state will have shape and dtype.
+    """Returns a `PendingArray`, which becomes an array when its state (shape, dtype and contents) arrives.
+
+    Takes the place of numpy's `_reconstruct` in pickles.
 
     Args:
-        cls: Must be the class `numpy.ndarray`, that is `NDARRAY`.
+        cls: Must be the class `numpy.ndarray`, for which `NDARRAY` stands.
         shape: Ignored.
         typecode: Ignored.
 
@@ -259,17 +282,17 @@ def reconstruct(cls: Any, shape: Any, typecode: Any) -> PendingArray:
 
 
 def from_buffer(memory: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> Any:
-    """Takes the place of numpy's `_frombuffer`. Returns an array that uses `memory`, writable if that is.
+    """Returns an array that uses `memory`, writable if that is. Takes the place of numpy's `_frombuffer` in pickles.
 
     Args:
-        memory: The contents: bytes, a bytearray or a memoryview.
+        memory: The contents: bytes, a bytearray or a memoryview; may be empty.
         dtype: The dtype, without objects.
         shape: The shape, a tuple of ints.
         order: The memory layout: "C", "F" or "K".
         axes: With "K", the order of the axes in memory; None for C order.
 
     Raises:
-        TypeError: `memory` is not plain memory, or the dtype has objects.
+        TypeError: `memory` is not plain memory, `dtype` is not a dtype, or it has objects.
         ValueError: The memory does not fit the dtype and shape, or another argument is not valid.
     """
     if _check_element(dtype).hasobject:
@@ -285,14 +308,14 @@ def from_buffer(memory: Any, dtype: Any, shape: Any, order: Any, axes: Any = Non
 
 
 def scalar(dtype: Any, contents: Any) -> Any:
-    """Takes the place of numpy's `scalar`. Returns a scalar of that dtype.
+    """Returns a scalar of that dtype. Takes the place of numpy's `scalar` in pickles.
 
     Args:
         dtype: The dtype.
         contents: The bytes of the scalar; for a record with objects an array without dimensions.
 
     Raises:
-        TypeError: `contents` is of another type or dtype.
+        TypeError: `dtype` is not a dtype, or `contents` is of another type or dtype.
         ValueError: `contents` has the wrong size.
     """
     import numpy
@@ -307,14 +330,20 @@ def scalar(dtype: Any, contents: Any) -> Any:
 
 
 def _check_element(dtype: Any) -> Any:
-    """Returns `dtype` if an array can have it. Raises `TypeError` if it is a subarray dtype, or not a dtype at all."""
+    """Returns `dtype` if an array can have elements of it.
+
+    Raises `TypeError` if it is not a dtype, or one whose elements are arrays themselves, such as "2f8".
+    """
     if check_dtype(dtype).subdtype:
         raise TypeError(f"an array cannot have the dtype {dtype}")
     return dtype
 
 
 def _count_elements(shape: Any) -> int:
-    """Returns the number of elements of an array. Raises `ValueError` if `shape` is not a tuple of ints from 0 on."""
+    """Returns the number of elements of an array of that shape; 1 for an empty tuple.
+
+    Raises `ValueError` if `shape` is not a tuple of ints from 0 on.
+    """
     if type(shape) is not tuple or any(type(length) is not int or length < 0 for length in shape):
         raise ValueError("the pickle has an array with an invalid shape")
     return math.prod(shape)
@@ -323,8 +352,8 @@ def _count_elements(shape: Any) -> int:
 def _view_as_array(memory: Any, dtype: Any, count: int) -> Any:
     """Returns a one-dimensional array of `count` elements that uses all of `memory`.
 
-    Raises `TypeError` if `memory` is not plain memory, and `ValueError` if it has another size, or has no bytes for
-    more than `_MAX_EMPTY_ELEMENTS` elements.
+    Raises `TypeError` if `memory` is not bytes, a bytearray or a memoryview. Raises `ValueError` if it has another
+    size, or is empty for more than `_MAX_EMPTY_ELEMENTS` elements.
     """
     import numpy
 
@@ -342,7 +371,7 @@ def _view_as_array(memory: Any, dtype: Any, count: int) -> Any:
 
 
 def _copy_array(array: Any) -> Any:
-    """Returns a copy of an array with memory of its own.
+    """Returns a copy of a numpy array, with memory of its own and in the same order.
 
     An array without bytes is returned as it is, because copying texts of length 0 would give them a length.
     """

@@ -71,7 +71,8 @@ _MEMBERS: Final[Any] = vars(BaseExceptionGroup)["exceptions"]
 def slot_values(error: BaseException) -> list[Any]:
     """Returns the values of the attributes that a builtin exception keeps outside `args` and `__dict__`.
 
-    `OSError.filename` is one. An attribute that is not set counts as None.
+    `OSError.filename` is one. An attribute that is not set counts as None. Returns an empty list for an exception
+    without such attributes. Attributes that a class of the user defines in `__slots__` are left out.
     """
     return [
         descriptor.__get__(error)
@@ -83,12 +84,14 @@ def slot_values(error: BaseException) -> list[Any]:
 
 
 def is_dropped(error: BaseException, name: str, trusted: bool) -> bool:
-    """Returns whether an attribute must not be set when an exception is rebuilt.
+    """Returns True if an attribute must not be set when an exception is rebuilt, because the interpreter would use it.
+
+    Returns False for all other names.
 
     Args:
         error: The exception.
         name: The name of the attribute.
-        trusted: Whether the sender is trusted.
+        trusted: Whether the sender is trusted. More attributes are dropped if not, such as `args`.
     """
     for cls, names in _DROPPED if trusted else _DROPPED_IF_UNTRUSTED:
         if name in names and isinstance(error, cls):
@@ -97,7 +100,10 @@ def is_dropped(error: BaseException, name: str, trusted: bool) -> bool:
 
 
 def hides_method(error: BaseException, name: str) -> bool:
-    """Returns whether an instance attribute of that name would hide a method of the exception, such as `add_note`."""
+    """Returns True if an instance attribute of that name would hide a method of the exception, such as `add_note`.
+
+    Returns False for the name of another attribute, and for a name that the class does not have.
+    """
     for cls in type(error).__mro__:
         if name in vars(cls):
             return type(vars(cls)[name]) not in (MemberDescriptorType, GetSetDescriptorType) and callable(
@@ -107,7 +113,11 @@ def hides_method(error: BaseException, name: str) -> bool:
 
 
 def is_sound(value: object) -> bool:
-    """Returns whether the attributes of an exception are safe for the interpreter to use; True for other values."""
+    """Returns False if `value` is an exception with attributes that the interpreter cannot use safely; else True.
+
+    It cannot use a text that is not a str, or a position that is not valid. An attribute that is dropped for every
+    sender (`is_dropped`) must not be set either. Returns True for values that are not exceptions.
+    """
     if not isinstance(value, BaseException):
         return True
     for cls, kind in _POINTS_INTO.items():
@@ -137,7 +147,10 @@ def is_sound(value: object) -> bool:
 
 
 def _has_valid_position(error: SyntaxError) -> bool:
-    """Returns whether each line and column number of a `SyntaxError` is None, or an int from -1 to its limit."""
+    """Returns True if each line and column number of a `SyntaxError` is None, or an int from -1 to its limit.
+
+    The limit of a line is `_MAX_LINE`. That of a column is `_MAX_COLUMN`, or the end of the text if that is further.
+    """
     text = _read_member(SyntaxError, error, "text")
     widest = max(_MAX_COLUMN, 0 if text is None else len(text) + 1)
     for name, highest in (
@@ -153,16 +166,19 @@ def _has_valid_position(error: SyntaxError) -> bool:
 
 
 def _read_member(cls: type, error: BaseException, name: str) -> Any:
-    """Returns an attribute as the interpreter reads it: by the descriptor of `cls`, whatever subclasses define."""
+    """Returns an attribute as the interpreter reads it: by the descriptor of `cls`, whatever subclasses define.
+
+    Raises `KeyError` if `cls` itself does not define `name`.
+    """
     return vars(cls)[name].__get__(error)
 
 
 def are_printable(errors: Iterable[BaseException]) -> bool:
-    """Returns whether printing these exceptions together ends, and does not take all memory.
+    """Returns True if printing these exceptions together ends, and does not take all memory; also for no exceptions.
 
     A value is printed each time that it occurs. So the sizes of values are added up over all paths that lead to them.
-    Returns False if that is too much, if a value contains itself, or if the notes of an exception are not a list of
-    texts.
+    Returns False if the sum is more than `_MAX_PRINTED_BYTES`, if an exception group prints more than `MAX_MEMBERS`
+    exceptions, if a value contains itself, or if the notes of an exception are not a list of texts.
     """
     sizes: dict[int, int] = {}  # for the id of a value: how much it prints
     members: dict[int, int] = {}  # for the id of a group: how many exceptions it prints
@@ -210,7 +226,8 @@ def are_printable(errors: Iterable[BaseException]) -> bool:
 def _parts(value: Any) -> list[Any]:
     """Returns the values that are printed when a value is printed; an empty list for a value without parts.
 
-    These are the items of a collection, the keys and values of a dict, the arguments and members of an exception.
+    These are the items of a collection, the keys and values of a dict, the limits of a slice, and the arguments,
+    attributes and members of an exception.
     """
     if isinstance(value, _CONTAINERS):
         return list(value)
@@ -227,5 +244,5 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _size(value: Any) -> int:
-    """Returns about how many bytes are printed for a value that has no parts; an upper limit for most types."""
+    """Returns about how many bytes are printed for a value without parts: a path's length, else its size in memory."""
     return len(str(value)) if hasattr(type(value), "__fspath__") else sys.getsizeof(value, 8)

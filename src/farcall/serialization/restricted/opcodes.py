@@ -63,8 +63,9 @@ def _declare(kind: int, opcodes: dict[bytes, int]) -> None:
     """Enters opcodes into the tables `_KINDS` and `_SIZES`. An empty dict changes nothing.
 
     Args:
-        kind: The kind of all these opcodes.
-        opcodes: The opcodes, each with the size of its argument in bytes.
+        kind: The kind of all these opcodes, such as `_FIXED`.
+        opcodes: The opcodes, one byte each, with their entries in `_SIZES`: for `_FIXED` the number of bytes with the
+            argument, for `_SIZED` the number of bytes of the length. For other kinds the number has no meaning.
     """
     for opcode, size in opcodes.items():
         _KINDS[opcode[0]], _SIZES[opcode[0]] = kind, size
@@ -188,11 +189,14 @@ these bytes alone cannot use a value twice or reserve memory, and cannot be nest
 
 
 def check_opcodes(payload: bytes) -> None:
-    """Returns if a pickle is safe to unpickle with a guard for its names.
+    """Raises an exception if a pickle is not safe to unpickle, even with a guard for its names; else returns None.
+
+    Unpickles nothing.
 
     Raises:
         NotAllowedError: It is too deep, would take too long to hash, skips indexes of the memo, or has old opcodes.
-        pickle.UnpicklingError, ValueError: It is not a valid pickle.
+        pickle.UnpicklingError, ValueError: It is not a valid pickle. Not all invalid pickles are found: an empty one
+            and some short ones pass, and unpickling them raises.
     """
     if len(payload) <= MAX_DEPTH and not payload.translate(None, _HARMLESS):
         return
@@ -203,9 +207,14 @@ def check_opcodes(payload: bytes) -> None:
 
 
 def _run(payload: bytes) -> None:
-    """Runs the opcodes of a pickle on `_Value`s instead of objects. Raises `IndexError` if the pickle is truncated.
+    """Runs the opcodes of a pickle on pairs of depth and cost of hashing (`_Value`) instead of objects.
 
-    Opcodes are compared in the order of how often they occur, and their codes are written as numbers, for speed.
+    Returns at the STOP opcode. Opcodes are compared in the order of how often they occur, and their codes are written
+    as numbers, for speed.
+
+    Raises `IndexError` if the pickle is truncated or pops from an empty stack, `NotAllowedError` if it is too deep, too
+    costly to hash, skips indexes of the memo or has old opcodes, and `UnpicklingError` or `ValueError` if it is not
+    valid.
     """
     atom, kinds, sizes = _ATOM, _KINDS, _SIZES
     length = len(payload)
@@ -344,22 +353,23 @@ def _run(payload: bytes) -> None:
 
 
 def _put(memo: list[_Value], index: int, value: _Value) -> None:
-    """Sets an entry of the memo, or adds one at its end. Raises `NotAllowedError` for an index beyond that."""
+    """Sets the entry `index` of the memo, or adds one at its end. Raises `NotAllowedError` for an index beyond that."""
     if index > len(memo):
         raise NotAllowedError("a pickle that skips indexes of its memo is not allowed")
     memo[index : index + 1] = [value]
 
 
 def _other_than_atoms(items: list[_Value]) -> Iterable[_Value]:
-    """Returns the items that are not atoms, in their order; nothing if all are."""
+    """Returns the items that are not atoms (values without parts), in their order; nothing if there are none."""
     atom = _ATOM
     return () if items.count(atom) == len(items) else [item for item in items if item is not atom]
 
 
 def _frozen_value(items: list[_Value], most: int) -> _Value:
-    """Returns the depth and the cost of hashing of a tuple or frozenset with these items.
+    """Returns the depth of a tuple or frozenset with these items, and how many elements hashing it reads.
 
-    Raises `NotAllowedError` if it is deeper than `MAX_DEPTH`, or hashing it reads more than `most` elements.
+    Each item is such a pair, too: its depth, and how many elements hashing it reads. Without items, both numbers are 1.
+    Raises `NotAllowedError` if the result is deeper than `MAX_DEPTH`, or hashing it reads more than `most` elements.
     """
     depth, visited = 0, 1 + len(items)
     for item in _other_than_atoms(items):
@@ -374,9 +384,11 @@ def _frozen_value(items: list[_Value], most: int) -> _Value:
 
 
 def _deepen(target: _Value, items: list[_Value]) -> None:
-    """Updates the depth of a list, set, dict or object to which these items are added; an atom stays as it is.
+    """Updates the depth of `target`, a list, set, dict or object to which these items are added.
 
-    Raises `NotAllowedError` if it gets deeper than `MAX_DEPTH`.
+    `target` and the items are `_Value`s: the depth, and how many elements hashing reads. An atom (a value without
+    parts) stays as it is, and no items change nothing. Raises `NotAllowedError` if `target` gets deeper than
+    `MAX_DEPTH`.
     """
     depth = target[0] - 1
     for item in _other_than_atoms(items):
@@ -389,9 +401,10 @@ def _deepen(target: _Value, items: list[_Value]) -> None:
 
 
 def _count_hashed(keys: list[_Value], before: int, most: int) -> int:
-    """Returns how many elements hashing has read, including these keys, given how many it had read before.
+    """Returns how many elements hashing has read after it has hashed these keys, given that it had read `before`.
 
-    Raises `NotAllowedError` if that is more than `most`.
+    Each key is a pair: its depth, and how many elements hashing it reads. Without keys the result is `before`. Raises
+    `NotAllowedError` if the result is more than `most`.
     """
     before += len(keys)
     for key in _other_than_atoms(keys):
@@ -402,5 +415,4 @@ def _count_hashed(keys: list[_Value], before: int, most: int) -> int:
 
 
 def _too_deep() -> NotAllowedError:
-    """Returns the error for a pickle that is nested too deeply."""
     return NotAllowedError(f"a pickle that is nested more than {MAX_DEPTH} deep is not allowed; send it flattened")

@@ -47,7 +47,11 @@ _FAST_HASHED: Final = frozenset({str, bytes, float, complex, bool, type(None)})
 
 
 def sent_size(value: Any) -> int:
-    """Returns how much a call would copy of an argument: elements of a collection, or bytes; 0 for other values."""
+    """Returns how much of one argument a call would copy.
+
+    For a collection that is the number of its elements, and for an int or a memoryview the number of its bytes. Returns
+    0 for an empty collection and for a value of any other type.
+    """
     kind = type(value)
     if kind in _SENT_IN_FULL:
         return len(value)
@@ -57,12 +61,18 @@ def sent_size(value: Any) -> int:
 
 
 def _is_collection_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a collection: nothing, or one collection that was sent in full."""
+    """Returns True for no arguments, or one list, tuple, dict, set, frozenset, str, bytes or bytearray; else False.
+
+    These collections have only as many elements as were sent, unlike a `range`.
+    """
     return not args or (len(args) == 1 and type(args[0]) in _SENT_IN_FULL)
 
 
 def _is_set_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a set: nothing, or one collection of values that are hashed fast."""
+    """Returns True for no arguments, or one collection, such as a list, whose elements are all hashed fast; else False.
+
+    Fast are str, bytes, float, complex, bool, None and ints of at most 1024 bits.
+    """
     return _is_collection_args(args) and all(
         type(member) in _FAST_HASHED or (type(member) is int and member.bit_length() <= _MAX_RANGE_BITS)
         for members in args
@@ -71,27 +81,34 @@ def _is_set_args(args: Sequence[Any]) -> bool:
 
 
 def _is_counter_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `Counter`: nothing, or one dict, whose keys are hashed already."""
+    """Returns True for arguments of a `Counter`: none, or one dict, whose keys are hashed already; else False."""
     return not args or (len(args) == 1 and type(args[0]) is dict)
 
 
 def _is_range_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `range`: ints of moderate size."""
+    """Returns True for arguments of a `range`: any number of ints of at most 1024 bits; else False."""
     return all(type(arg) is int and arg.bit_length() <= _MAX_RANGE_BITS for arg in args)
 
 
 def _is_decimal_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `Decimal`: nothing, or one text."""
+    """Returns True for arguments of a `Decimal`: none, or one text; else False."""
     return not args or (len(args) == 1 and type(args[0]) is str)
 
 
 def _is_deque_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `deque`: at most a collection sent in full, and a length or None."""
+    """Returns True for arguments of a `deque`: none, a collection such as a list, or a collection and a maximum length.
+
+    The maximum length is an int or None. Returns False for anything else, such as a `range` as the collection.
+    """
     return _is_collection_args(args[:1]) and (not args[1:] or (len(args) == 2 and type(args[1]) in (int, type(None))))
 
 
 def _is_fraction_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `Fraction`: ints or texts of whole numbers, of moderate size."""
+    """Returns True for arguments of a `Fraction`: ints of at most 16384 bits, or texts of whole numbers; else False.
+
+    A text has at most 4096 characters, and may have a denominator, "1/3". Returns True for no arguments. Their number
+    is not checked.
+    """
     return all(
         (type(arg) is int and arg.bit_length() <= _MAX_FRACTION_BITS)
         or (type(arg) is str and len(arg) <= _MAX_FRACTION_BITS // 4 and _FRACTION_TEXT.fullmatch(arg) is not None)
@@ -100,7 +117,7 @@ def _is_fraction_args(args: Sequence[Any]) -> bool:
 
 
 def _numbers_of_date(state: bytes) -> tuple[int, int, int]:
-    """Returns the year, month and day in the first four bytes of a pickled date.
+    """Returns the year, month and day in the first four bytes of a pickled date. They may be out of range.
 
     Raises `IndexError` for fewer bytes.
     """
@@ -108,15 +125,18 @@ def _numbers_of_date(state: bytes) -> tuple[int, int, int]:
 
 
 def _numbers_of_time(state: bytes) -> tuple[int, int, int, int]:
-    """Returns the hour, minute, second and microsecond in the six bytes of a pickled time.
+    """Returns the hour, minute, second and microsecond in the six bytes of a pickled time. They may be out of range.
 
-    Raises `IndexError` for fewer bytes.
+    Raises `IndexError` for fewer than three bytes; missing bytes after that count as a smaller number.
     """
     return state[0] & 0x7F, state[1], state[2], int.from_bytes(state[3:6], "big")
 
 
 def _is_date_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `date`: numbers, or four bytes of a valid date."""
+    """Returns True for arguments of a `date`: four bytes of a valid date and nothing else.
+
+    Also returns True for no arguments, and if the first is an int: the constructor checks numbers itself. Else False.
+    """
     if not args or type(args[0]) is int:
         return True  # the constructor checks numbers itself
     state = args[0]
@@ -129,7 +149,10 @@ def _is_date_args(args: Sequence[Any]) -> bool:
 
 
 def _is_datetime_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `datetime`: numbers, or ten bytes of a valid one and a time zone."""
+    """Returns True for arguments of a `datetime`: ten bytes of a valid one, and at most one more, a time zone.
+
+    Also returns True for no arguments, and if the first is an int: the constructor checks numbers itself. Else False.
+    """
     if not args or type(args[0]) is int:
         return True
     state = args[0]
@@ -142,7 +165,10 @@ def _is_datetime_args(args: Sequence[Any]) -> bool:
 
 
 def _is_time_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `time`: numbers, or six bytes of a valid one and a time zone."""
+    """Returns True for arguments of a `time`: six bytes of a valid one, and at most one more, a time zone.
+
+    Also returns True for no arguments, and if the first is an int: the constructor checks numbers itself. Else False.
+    """
     if not args or type(args[0]) is int:
         return True
     state = args[0]
@@ -155,7 +181,7 @@ def _is_time_args(args: Sequence[Any]) -> bool:
 
 
 def _is_valid(kind: Callable[..., object], numbers: Sequence[int]) -> bool:
-    """Returns whether the constructor of a date or time accepts these numbers."""
+    """Returns True if the constructor of a date or time accepts these numbers, False if it raises `ValueError`."""
     try:
         kind(*numbers)
     except ValueError:
@@ -164,37 +190,39 @@ def _is_valid(kind: Callable[..., object], numbers: Sequence[int]) -> bool:
 
 
 def _is_group_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of an exception group: a text, and a list or tuple."""
+    """Returns True for arguments of an exception group: a text, and a list or tuple; else False."""
     return len(args) == 2 and type(args[0]) is str and type(args[1]) in (list, tuple)
 
 
 def _is_syntax_error_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `SyntaxError`: at most a message and a tuple."""
+    """Returns True for arguments of a `SyntaxError`: none, one of any type, or two with a tuple second; else False."""
     return len(args) < 2 or (len(args) == 2 and type(args[1]) is tuple)
 
 
 def _are_texts(args: Sequence[Any]) -> bool:
-    """Returns whether all arguments are exactly of type str; True for no arguments."""
+    """Returns True if all arguments are exactly of type str, also for no arguments; else False."""
     return all(type(arg) is str for arg in args)
 
 
 def _are_no_args(args: Sequence[Any]) -> bool:
-    """Returns whether there are no arguments."""
     return not args
 
 
 def _is_worker_args(args: Sequence[Any]) -> bool:
-    """Returns whether these are the arguments of a `WorkerInfo`: nothing, or a name and an id."""
+    """Returns True for arguments of a `WorkerInfo`: none, or a name (str) and an id (int); else False."""
     return not args or _is_worker_state(list(args))
 
 
 def _is_worker_state(state: Any) -> bool:
-    """Returns whether this is the state of a `WorkerInfo`: a list of a name and an id."""
+    """Returns True if this is a state for a `WorkerInfo`: a list of a name (str) and an id (int); else False."""
     return type(state) is list and [type(value) for value in state] == [str, int]
 
 
 def _is_uuid_state(state: Any) -> bool:
-    """Returns whether this is the state of a `UUID`: a dict with a number of 128 bits."""
+    """Returns True if this is a state for a `UUID`: a dict with "int", a number from 0 to 2**128 - 1; else False.
+
+    The dict may also have "is_safe", which must be None, 0 or -1.
+    """
     return (
         type(state) is dict
         and state.keys() <= {"int", "is_safe"}
@@ -239,10 +267,11 @@ _STATELESS: Final = frozenset(
 
 
 def takes_arguments(called: object, args: Sequence[Any]) -> bool:
-    """Returns whether a pickle may call a function or class with these arguments.
+    """Returns True if a pickle may call a function or class with these arguments, else False.
 
-    For the types in `_ARGUMENTS` their check decides; also for subclasses of dates and times if the first argument is
-    bytes or a str. Returns True for all other classes, and for functions.
+    A plain type that could do harm, such as `set`, has a check of its arguments, which decides. The checks of dates and
+    times also decide about their subclasses if the first argument is bytes or a str. Returns True for all other
+    classes, and for functions.
     """
     if not isinstance(called, type):
         return True
@@ -264,9 +293,10 @@ def _full_name(cls: type) -> str:
 
 
 def takes_state(value: object, state: object) -> bool:
-    """Returns whether a pickle may set this state of a value that it has created.
+    """Returns True if a pickle may set this state of a value that it has created, else False.
 
-    False for the types in `_STATELESS`. For the types in `_STATES` their check decides. True for all others.
+    False for types that get everything by their constructor, such as `deque` and `Decimal`. For `UUID` and `WorkerInfo`
+    the form of the state decides. True for all other types.
     """
     name = _full_name(type(value))
     check = _STATES.get(name)
@@ -274,8 +304,8 @@ def takes_state(value: object, state: object) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Returns whether an attribute has a name of the interpreter or of pickle, `__like_this__`.
+    """Returns True if an attribute has a name of the interpreter or of pickle, `__like_this__`; else False.
 
-    `__notes__` is not reserved, because every exception may have notes.
+    `__notes__` is not reserved, because every exception may have notes. Nor is an empty name.
     """
     return name[:2] == name[-2:] == "__" and name != "__notes__"

@@ -75,7 +75,10 @@ _FRESH_MODULES: Final = frozenset({"builtins", "collections"})
 
 
 def _call(called: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """Returns the result of `called(*args, **kwargs)`, and how many references, weak ones included, there are to it."""
+    """Returns the result of `called(*args, **kwargs)`, and how many references, weak ones included, there are to it.
+
+    Raises what the call raises.
+    """
     made = called(*args, **kwargs)
     return made, sys.getrefcount(made) + weakref.getweakrefcount(made)
 
@@ -98,22 +101,28 @@ _REGISTERED: Final[dict[tuple[str, str], Callable[..., Any]]] = {}
 def register_plain(function: Callable[..., Any], checked: Callable[..., Any]) -> None:
     """Declares that a function creates plain data, such as tensors, which workers with an allow-list accept as well.
 
+    A second call for the same function replaces `checked`. Neither argument is checked.
+
     Args:
-        function: A function of a module, which pickles name.
-        checked: Called instead of it on workers with an allow-list. An attacker chooses its arguments: it must raise an
-            exception for all that are not safe. What it returns is not changed by the pickle.
+        function: A function of a module. Pickles contain its name.
+        checked: Called instead of `function` on workers with an allow-list. An attacker chooses the arguments:
+            `checked` must raise an exception for all that are not safe. The pickle cannot change the object that it
+            returns.
     """
     _REGISTERED[function.__module__, function.__qualname__] = checked
     _COPYING_MODULES.add(checked.__module__)
 
 
 class Guard(Protocol):
-    """Decides which functions and classes a pickle may use. `security.allowed.AllowList` is one."""
+    """Decides which functions and classes a pickle from another worker may use. `security.allowed.AllowList` is one.
+
+    `check_name` is asked before a name is looked up, and `check_found` when its object was found.
+    """
 
     def check_name(self, module: str, name: str) -> None:
         """Raises `NotAllowedError` if a pickle may not use that name; returns None if it may.
 
-        Called before anything is imported.
+        Called before anything is imported, so the name need not exist.
 
         Args:
             module: The name of the module.
@@ -122,6 +131,8 @@ class Guard(Protocol):
 
     def check_found(self, module: str, name: str, found: object) -> None:
         """Raises `NotAllowedError` if a pickle may not use the object that was found; returns None if it may.
+
+        Called after `check_name` has allowed the name, because a module can lead to objects of other modules.
 
         Args:
             module: The name of the module.
@@ -134,7 +145,8 @@ def find_allowed(module: str, name: str, guard: Guard) -> Any:
     """Returns the object with a dotted name in a module, after the guard has allowed the name and the object.
 
     Args:
-        module: The name of the module. It is imported if necessary.
+        module: The name of the module. It is imported if necessary. `__mp_main__`, the script in a child process of
+            multiprocessing, means `__main__`.
         name: The dotted name in the module.
         guard: Decides whether the name and the object may be used.
 
@@ -153,18 +165,18 @@ def find_allowed(module: str, name: str, guard: Guard) -> Any:
 
 
 class _NeedsChecking(Exception):
-    """The pickle uses a name that `_FastUnpickler` cannot handle safely."""
+    """Raised for a pickle with a name that `_FastUnpickler` cannot handle safely: `_CheckingUnpickler` must read it."""
 
 
 class _FastUnpickler(pickle.Unpickler):
-    """Pickle's C unpickler, for pickles without names, or with names of `FAST_TYPES` only.
+    """Pickle's C unpickler, for pickles without names, or with names of `FAST_TYPES` only. Call `load` once.
 
     Its opcodes cannot be overridden, so it cannot control what is called or changed. For any other name that the guard
-    allows, `load` raises `_NeedsChecking`.
+    allows, `load` raises `_NeedsChecking`. For a name that the guard refuses, it raises `NotAllowedError`.
 
     Args:
-        payload: The pickle.
-        buffers: The buffers that came with it, in order.
+        payload: The pickle, whose opcodes have been checked.
+        buffers: The buffers that came with it, in order; may be empty.
         guard: Decides which names may be used.
     """
 
@@ -174,9 +186,10 @@ class _FastUnpickler(pickle.Unpickler):
         self._is_short = len(payload) <= MAX_FAST_BYTES
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the type of that name if it is in `FAST_TYPES` and the pickle is short.
+        """Returns the type of that name if it is a harmless one (in `FAST_TYPES`) and the pickle is short.
 
-        Raises `NotAllowedError` if the guard refuses the name, and `_NeedsChecking` for all other names.
+        A pickle is short if it has at most `MAX_FAST_BYTES` bytes. Raises `NotAllowedError` if the guard refuses the
+        name, and `_NeedsChecking` in all other cases.
         """
         if f"{module}.{name}" not in FAST_TYPES or not self._is_short:
             if (module, name) not in _REGISTERED:
@@ -188,19 +201,23 @@ class _FastUnpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> Any:
-        """Raises `NotAllowedError`: farcall's pickles have no persistent ids."""
+        """Raises `NotAllowedError`, always: farcall's pickles have no persistent ids."""
         raise NotAllowedError("a pickle with a persistent id is not allowed")
 
 
 class _Memo(dict[int, Any]):
-    """The memo of an unpickler. It returns finished values for pending ones."""
+    """The memo of an unpickler, from indexes to values. It returns the finished value for a pending one.
+
+    A value is pending (a `Pending`) until its state arrives in the pickle.
+    """
 
     __slots__ = ()
 
     def __getitem__(self, index: int) -> Any:
-        """Returns the value with that index: for a pending value the finished one.
+        """Returns the value with that index; if the entry is a `Pending`, the value that was created from its state.
 
-        Raises `UnpicklingError` for a pending value that is not finished, and `KeyError` if there is no such index.
+        Raises `UnpicklingError` if the state of a `Pending` has not arrived yet, and `KeyError` if there is no such
+        index.
         """
         value = super().__getitem__(index)
         if isinstance(value, Pending):
@@ -211,11 +228,14 @@ class _Memo(dict[int, Any]):
 
 
 class _CheckingUnpickler(pickle._Unpickler):
-    """Pickle's Python unpickler, with checks in the opcodes that call or change something.
+    """Pickle's Python unpickler, with checks in the opcodes that call or change something. Call `load` once.
+
+    The methods named `load_...` run one opcode each, on the objects at the end of `stack`. The attributes that are
+    declared here are those of pickle's own unpickler; in `dispatch`, the checked methods replace those of pickle.
 
     Args:
-        payload: The pickle.
-        buffers: The buffers that came with it, in order.
+        payload: The pickle, whose opcodes have been checked.
+        buffers: The buffers that came with it, in order; may be empty.
         guard: Decides which names may be used.
     """
 
@@ -243,7 +263,8 @@ class _CheckingUnpickler(pickle._Unpickler):
 
         Raises:
             NotAllowedError: The pickle does something that is not allowed.
-            Exception: What unpickling raises for an invalid pickle.
+            Exception: What unpickling raises for an invalid pickle, such as `pickle.UnpicklingError` or `EOFError`, or
+                for a name that cannot be found.
         """
         value = super().load()
         if any(pending.finished is None for pending in self._pending):
@@ -256,7 +277,12 @@ class _CheckingUnpickler(pickle._Unpickler):
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the object with that name, or its safe replacement. Raises `NotAllowedError` if it is not allowed."""
+        """Returns the object with that name. For some functions, returns a checked function that takes their place.
+
+        These are numpy's functions in pickles of arrays, and functions registered by `register_plain`. Raises
+        `NotAllowedError` if the guard does not allow the name. Raises what importing the module or looking up the name
+        raises, such as `ImportError` or `AttributeError`.
+        """
         found = _REGISTERED.get((module, name))
         if found is None:
             found = STAND_INS.get((module, name))
@@ -268,15 +294,16 @@ class _CheckingUnpickler(pickle._Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> Any:
-        """Raises `NotAllowedError`: farcall's pickles have no persistent ids."""
+        """Raises `NotAllowedError`, always: farcall's pickles have no persistent ids."""
         raise NotAllowedError("a pickle with a persistent id is not allowed")
 
     # Calls
 
     def load_reduce(self) -> None:
-        """REDUCE: calls the object below the arguments on the stack, and pushes the result.
+        """REDUCE: calls a function or class, and pushes the result.
 
-        Raises `NotAllowedError` if the pickle may not call it with these arguments.
+        Takes the tuple of arguments from the end of the stack, and before it the object to call. Raises
+        `NotAllowedError` if the pickle may not call it with these arguments, and what the call raises.
         """
         args = self.stack.pop()
         called = self.stack.pop()
@@ -286,15 +313,17 @@ class _CheckingUnpickler(pickle._Unpickler):
     def load_newobj(self) -> None:
         """NEWOBJ: creates an instance with `__new__`, without `__init__`, and pushes it.
 
-        Raises `NotAllowedError` if the pickle may not create it with these arguments.
+        The class and the tuple of arguments are at the end of the stack. Raises `NotAllowedError` if the pickle may not
+        create the instance with these arguments, and what `__new__` raises.
         """
         args = self.stack.pop()
         self._new(self.stack.pop(), args, {})
 
     def load_newobj_ex(self) -> None:
-        """NEWOBJ_EX: does the same as NEWOBJ, with keyword arguments.
+        """NEWOBJ_EX: creates an instance with `__new__`, without `__init__`, and pushes it; with keyword arguments.
 
-        Raises `NotAllowedError` if the pickle may not create the instance with these arguments.
+        The class, the tuple of arguments and the dict of keyword arguments are at the end of the stack. Raises
+        `NotAllowedError` if the pickle may not create the instance with these arguments, and what `__new__` raises.
         """
         kwargs, args = self.stack.pop(), self.stack.pop()
         self._new(self.stack.pop(), args, kwargs)
@@ -302,7 +331,8 @@ class _CheckingUnpickler(pickle._Unpickler):
     def _new(self, cls: Any, args: Any, kwargs: Any) -> None:
         """Creates an instance of `cls` with its `__new__`, and pushes it on the stack.
 
-        Raises `NotAllowedError` if `cls` was not found by name, is not a class, or may not get these arguments.
+        Raises `NotAllowedError` if `cls` was not found by name, is not a class, or may not get these arguments, and
+        `UnpicklingError` if `args` is not a tuple or `kwargs` not a dict.
         """
         self._check_call(cls, args, kwargs)
         if not isinstance(cls, type):
@@ -310,10 +340,11 @@ class _CheckingUnpickler(pickle._Unpickler):
         self._push_result(cls, cls.__new__, (cls, *args), kwargs)
 
     def _check_call(self, called: Any, args: Any, kwargs: Any) -> None:
-        """Returns if the pickle may call `called` with these arguments.
+        """Raises `NotAllowedError` if the pickle may not call `called` with these arguments; else returns None.
 
-        Raises `NotAllowedError` if `called` was not found by name or may not get these arguments, and `UnpicklingError`
-        if `args` is not a tuple or `kwargs` not a dict.
+        It may not if `called` was not found by name, if `called` does not accept these arguments from a pickle, or if
+        the pickle has had too much copied. Counts what the call will copy of the positional arguments. Raises
+        `UnpicklingError` if `args` is not a tuple or `kwargs` not a dict.
         """
         named, name = self._named.get(id(called), (None, ""))
         if named is None or named is NDARRAY:
@@ -326,22 +357,23 @@ class _CheckingUnpickler(pickle._Unpickler):
             self._count_copied(args)
 
     def _count_copied(self, given: Sequence[Any]) -> None:
-        """Counts the bytes and elements of arguments that a call will copy.
+        """Counts the bytes and elements of the arguments `given` that a call will copy.
 
-        Raises `NotAllowedError` when the pickle has had far more copied than it contains.
+        Raises `NotAllowedError` when the pickle has had more copied than the sum of `_MAX_COPIED` and eight times the
+        bytes that were sent.
         """
         self._may_copy -= sum(map(sent_size, given))
         if self._may_copy < 0:
             raise NotAllowedError("a pickle that copies the same values again and again is not allowed")
 
     def _push_result(self, named: Any, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Calls `make`, pushes the result, and records what the pickle may do with it.
+        """Calls `make`, pushes the result on the stack, and records whether the pickle may change it.
 
         Args:
             named: The object that was found by name: the function, or the class whose `__new__` is called.
             make: What is called.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: Its positional arguments, already checked.
+            kwargs: Its keyword arguments, already checked.
 
         Raises:
             NotAllowedError: The result is an exception that is not safe to inspect, or is nested too deeply.
@@ -371,7 +403,11 @@ class _CheckingUnpickler(pickle._Unpickler):
     # Changes
 
     def load_build(self) -> None:
-        """BUILD: sets the state of the object below it on the stack. Raises `NotAllowedError` if it must not be set."""
+        """BUILD: takes a state from the end of the stack, and sets it on the object before it.
+
+        An array or a dtype is created from its state, and replaces that object on the stack. Raises `NotAllowedError`
+        if the object must not be changed or must not get this state, and what the class's own `__setstate__` raises.
+        """
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, Pending):
@@ -405,23 +441,23 @@ class _CheckingUnpickler(pickle._Unpickler):
             raise NotAllowedError(f"a pickle tries to set a state of a {type(target).__name__} that is not allowed")
 
     def load_append(self) -> None:
-        """APPEND: adds one item to a list or similar object.
+        """APPEND: takes the item at the end of the stack, and adds it to the list or similar object before it.
 
-        Raises `NotAllowedError` if the pickle must not change it.
+        Raises `NotAllowedError` if the pickle must not change that object.
         """
         self._extend([self.stack.pop()])
 
     def load_appends(self) -> None:
-        """APPENDS: adds all items above the mark to a list or similar object; none if there are none.
+        """APPENDS: takes all items after the last mark, and adds them to the list or similar object before the mark.
 
-        Raises `NotAllowedError` if the pickle must not change that object.
+        There may be no items. Raises `NotAllowedError` if the pickle must not change that object.
         """
         self._extend(self.pop_mark())
 
     def load_additems(self) -> None:
-        """ADDITEMS: adds all items above the mark to a set or similar object; none if there are none.
+        """ADDITEMS: takes all items after the last mark, and adds them to the set or similar object before the mark.
 
-        Raises `NotAllowedError` if the pickle must not change that object.
+        There may be no items. Raises `NotAllowedError` if the pickle must not change that object.
         """
         items = self.pop_mark()
         target = self.stack[-1]
@@ -434,18 +470,20 @@ class _CheckingUnpickler(pickle._Unpickler):
                 add(target, item)
 
     def load_setitem(self) -> None:
-        """SETITEM: sets one item of a dict or similar object.
+        """SETITEM: takes a key and a value from the end of the stack, and sets the item in the dict before them.
 
-        Raises `NotAllowedError` if the pickle must not change it.
+        Any object with `__setitem__` may take the place of the dict. Raises `NotAllowedError` if the pickle must not
+        change that object.
         """
         value, key = self.stack.pop(), self.stack.pop()
         self._check_change(self.stack[-1])
         self.stack[-1][key] = value
 
     def load_setitems(self) -> None:
-        """SETITEMS: sets all items above the mark in a dict or similar object; none if there are none.
+        """SETITEMS: takes all keys and values after the last mark, and sets these items in the dict before the mark.
 
-        Raises `NotAllowedError` if the pickle must not change that object.
+        Any object with `__setitem__` may take the place of the dict. There may be no items. Raises `NotAllowedError` if
+        the pickle must not change that object.
         """
         items = self.pop_mark()
         target = self.stack[-1]
@@ -454,7 +492,11 @@ class _CheckingUnpickler(pickle._Unpickler):
             target[items[index]] = items[index + 1]
 
     def _extend(self, items: list[Any]) -> None:
-        """Adds items to the object at the top of the stack. Raises `NotAllowedError` if it must not be changed."""
+        """Adds items, which may be none, to the list or similar object at the end of the stack.
+
+        Raises `NotAllowedError` if the pickle must not change that object, and `AttributeError` if it has neither
+        `extend` nor `append`.
+        """
         target = self.stack[-1]
         self._check_change(target)
         if isinstance(target, deque):
@@ -468,12 +510,12 @@ class _CheckingUnpickler(pickle._Unpickler):
             append(target, item)
 
     def _record_contents(self, target: Any, values: Sequence[Any]) -> None:
-        """Records that `values` are inside `target`, which the interpreter frees by nested C calls.
+        """Records that `values` are inside `target`, which the interpreter frees by nested C calls (such as a deque).
 
-        Those of the values that are freed in the same way must not be changed from now on. Otherwise a pickle could put
-        something into them later, and their depth would not be known here.
+        The depth of `target` is 1 more than that of the deepest value of this sort in it; without such values it is 1.
+        The pickle must not change these values any more, because that could make them deeper later.
 
-        Raises `NotAllowedError` if `target` is nested too deeply now.
+        Raises `NotAllowedError` if `target` is deeper than `_MAX_FREED_DEPTH` now.
         """
         depth, _ = self._freed.get(id(target), (1, None))
         for value in values:
@@ -489,7 +531,11 @@ class _CheckingUnpickler(pickle._Unpickler):
         self._freed[id(target)] = depth, target
 
     def _check_change(self, target: Any) -> None:
-        """Raises `NotAllowedError` if the pickle must not change `target`, because it has not created it."""
+        """Returns None if the pickle may change `target`, because it has created it; else raises `NotAllowedError`.
+
+        The pickle must not change classes, objects found by name, arrays, dtypes, and results of calls that may not be
+        new objects.
+        """
         if isinstance(target, (type, Pending)) or id(target) in self._named or id(target) in self._frozen:
             what = target.__qualname__ if isinstance(target, type) else f"a {type(target).__name__}"
             raise NotAllowedError(f"a pickle tries to change {what} that it has not created, which is not allowed")
@@ -506,7 +552,9 @@ class _CheckingUnpickler(pickle._Unpickler):
 
 
 def _is_new(named: Any, made: Any, references: int) -> bool:
-    """Returns whether a call has created a new object, which the pickle may change.
+    """Returns True if a call has created a new object, which the pickle may change; else False.
+
+    Returns False for what a function returned, for an `Enum`, and for an instance that its class may share.
 
     Args:
         named: The function or class that was called.
@@ -528,9 +576,10 @@ def _is_new(named: Any, made: Any, references: int) -> bool:
 
 
 def _set_exception_state(error: BaseException, state: Any) -> None:
-    """Sets the attributes of an exception from a dict, without those that must be dropped; None sets nothing.
+    """Sets the attributes of an exception from the dict `state`; None and an empty dict set nothing.
 
-    Raises `NotAllowedError` if an attribute is reserved or hides a method, or `state` is not a dict.
+    Skips attributes that the interpreter would use (`is_dropped`). Raises `NotAllowedError` if an attribute is named
+    `__like_this__` or hides a method, or `state` is not a dict.
     """
     _check_attributes(state)
     for name, value in (state or {}).items():
@@ -544,9 +593,9 @@ def _set_exception_state(error: BaseException, state: Any) -> None:
 
 
 def _check_attributes(attributes: Any) -> None:
-    """Raises `NotAllowedError` if `attributes` is not a dict of attributes, or has reserved ones, which pickle obeys.
+    """Raises `NotAllowedError` if `attributes` is not a dict from str to values, or has a name `__like_this__`.
 
-    None and an empty dict pass.
+    Pickle would obey such an attribute. None, an empty dict and other empty values pass.
     """
     if not attributes:
         return
@@ -562,16 +611,18 @@ def _check_attributes(attributes: Any) -> None:
 
 
 def loads_restricted(payload: Buffer, buffers: Sequence[Buffer], guard: Guard) -> Any:
-    """Rebuilds a value from an untrusted sender.
+    """Returns the value of a payload from an untrusted sender, and runs nothing that is not allowed.
 
     Args:
         payload: The payload; an empty one means None.
-        buffers: The buffers that came with it, in order. Large arrays use their memory.
+        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use the memory of the
+            buffers, without a copy.
         guard: Decides which functions and classes may be used.
 
     Raises:
-        NotAllowedError: The payload uses something that the guard does not allow, or breaks the rules of this module.
-        SerializationError: The value cannot be rebuilt here.
+        NotAllowedError: The payload uses something that the guard does not allow, is nested too deeply or too costly,
+            or tries to change or call what it must not.
+        SerializationError: The value cannot be rebuilt here, for example because the pickle is invalid.
     """
     if not payload:
         return None
@@ -595,15 +646,17 @@ def loads_restricted(payload: Buffer, buffers: Sequence[Buffer], guard: Guard) -
 def loads_restricted_arguments(
     payload: Buffer, buffers: Sequence[Buffer], guard: Guard
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rebuilds the arguments of a call from an untrusted sender: the positional and the keyword arguments.
+    """Returns the positional and the keyword arguments of a call from an untrusted sender.
 
     Args:
         payload: The payload; an empty one means no arguments.
-        buffers: The buffers that came with it, in order. Large arrays use their memory.
+        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use the memory of the
+            buffers, without a copy.
         guard: Decides which functions and classes may be used.
 
     Raises:
-        NotAllowedError: The payload uses something that the guard does not allow, or breaks the rules of this module.
+        NotAllowedError: The payload uses something that the guard does not allow, is nested too deeply or too costly,
+            or tries to change or call what it must not.
         SerializationError: The arguments cannot be rebuilt here, or the payload does not contain arguments.
     """
     if not payload:
@@ -617,15 +670,15 @@ def loads_restricted_arguments(
 
 
 class _NoNames:
-    """A guard that allows no names except `complex`, because complex numbers have no opcode of their own."""
+    """A guard, which decides about names in pickles, that allows only `complex`: complex numbers have no opcode."""
 
     def check_name(self, module: str, name: str) -> None:
-        """Raises `NotAllowedError` for every name but `builtins.complex`."""
+        """Raises `NotAllowedError` for every name but `complex` of the module `builtins`."""
         if (module, name) != ("builtins", "complex"):
             raise NotAllowedError(f"a pickle has `{module}.{name}` where only plain data is allowed")
 
     def check_found(self, module: str, name: str, found: object) -> None:
-        """Does nothing: what was found is allowed."""
+        """Does nothing: `check_name` has allowed the name, and what was found is allowed."""
 
 
 def loads_plain(payload: Buffer) -> Any:
@@ -633,7 +686,8 @@ def loads_plain(payload: Buffer) -> Any:
 
     Raises:
         NotAllowedError: The pickle names a function or class, or is too deep or too costly.
-        Exception: What pickle raises for an invalid pickle.
+        Exception: What pickle raises for an invalid pickle, such as `pickle.UnpicklingError`, or `EOFError` for an
+            empty one.
     """
     payload = bytes(payload)  # a copy, so that the sender cannot change shared memory after the check
     check_opcodes(payload)

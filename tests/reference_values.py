@@ -22,6 +22,8 @@ class ShelfError(Exception):
 class Shelf:
     """A value with methods of all kinds."""
 
+    capacity = 10
+
     def __init__(self, *items: str) -> None:
         self.items = list(items)
 
