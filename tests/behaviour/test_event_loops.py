@@ -197,6 +197,36 @@ rpc.shutdown()
     assert facts["pause"] < LONGEST_PAUSE_S
 
 
+def test_a_stopped_worker_holds_up_no_calls_to_others(workers: StartWorkers) -> None:
+    """Calls to many workers at once reach the others, and a call to any of them goes to one that answers."""
+    group = workers(
+        script("""
+def rank(): return RANK
+async def main():
+    await told("stopped")
+    array = np.zeros(1 << 17)
+    both = rpc.workers("w1", "w2")
+    futures = both.submit(np.sum, array)
+    array[:] = 1
+    report(other=float(await futures["w2"]), stopped=futures["w1"].done(), any=await both.any().submit(rank))
+    report(waiting=True)
+    report(total=sum(map(float, (await futures).values())))
+if RANK == 1:
+    stop()
+elif RANK == 0:
+    run(main)
+rpc.shutdown()
+"""),
+        n=3,
+    )
+    wait_until_stopped(group, 1)
+    assert group.wait_for(0, "waiting") is True
+    group.send_signal(1, signal.SIGCONT)
+    facts = group.finish()[0]
+    assert (facts["other"], facts["stopped"], facts["any"], facts["total"]) == (0.0, False, 2, 0.0)
+    assert facts["pause"] < LONGEST_PAUSE_S
+
+
 def test_calls_to_a_worker_that_was_killed_fail_by_their_futures(workers: StartWorkers) -> None:
     group = workers(
         script("""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from farcall.backends.interface import To, bad_arguments, check_timeout, checked_function, worker_key
 from farcall.deadlines import Scope
@@ -61,15 +61,9 @@ Callee = Callable[..., Any] | str
 _SMALL_CALLEE_BYTES: Final = 400
 
 
-class _PackedCall(NamedTuple):
-    """A call whose arguments are pickled."""
-
-    function: Callee
-    callee: bytes
-    payload: bytes
-    buffers: list[memoryview]
-    handles: list[Handle]
-    intercepted: ClientCall | None
+_PackedCall: TypeAlias = tuple[Callee, bytes, bytes, list[memoryview], list[Handle], ClientCall | None]
+"""A call whose arguments are pickled: the function, the encoded callee, the payload, the buffers, the handles of
+references in the arguments, and the call as interceptors see it."""
 
 
 class _RemoteCall(NamedTuple):
@@ -252,8 +246,10 @@ class Caller:
     def calls_pending(self, worker: WorkerInfo) -> int:
         """Returns how many calls of this worker to another one are under way; 0 if it is not known."""
         peer = self._peers.by_key.get(worker)
-        connection = peer.connection if peer is not None else None
-        return connection.calls_pending() if connection is not None else 0
+        if peer is None:
+            return 0
+        connection = peer.connection
+        return connection.calls_pending() if connection is not None else peer.count_unsent()
 
     def _call(
         self,
@@ -299,7 +295,7 @@ class Caller:
         connection, spent = peer.connection, 0.0
         if connection is None:
             if must_not_sleep():
-                call = _PackedCall(function, callee, payload, buffers, handles, intercepted)
+                call = function, callee, payload, buffers, handles, intercepted
                 return self._call_later(peer, call, timeout)
             began = monotonic()
             connection = self._connect(peer, function, timeout)
@@ -308,7 +304,7 @@ class Caller:
         self._check_size(connection, function, callee, len(handles), payload, buffers)
         if not handles and intercepted is None:
             return connection.call(function, callee, payload, buffers, timeout, spent)
-        call = _PackedCall(function, callee, payload, buffers, handles, intercepted)
+        call = function, callee, payload, buffers, handles, intercepted
         return self._send_packed(peer, connection, call, timeout, spent)
 
     def _call_later(self, peer: Peer, packed: _PackedCall, timeout: float) -> UnsentCall:
@@ -318,11 +314,12 @@ class Caller:
         """
         if peer.is_lost:
             raise peer.lost_error()
+        function, callee, payload, buffers, handles, intercepted = packed
         # The program may change its buffers when this returns.
-        packed = packed._replace(buffers=[memoryview(bytes(buffer)) for buffer in packed.buffers])
+        buffers = [memoryview(bytes(buffer)) for buffer in buffers]
+        packed = function, callee, payload, buffers, handles, intercepted
 
         def send(connection: ClientConnection, spent: float) -> PendingCall:
-            function, callee, payload, buffers, handles, intercepted = packed
             self._check_size(connection, function, callee, len(handles), payload, buffers)
             if not handles and intercepted is None:
                 return connection.call(function, callee, payload, buffers, timeout, spent)
@@ -331,7 +328,7 @@ class Caller:
         def error_of(error: RpcError) -> RpcError:
             return self._unconnected_error(peer, error)
 
-        call = UnsentCall(self._parts.executor, peer.info.name, packed.function, timeout, send, error_of)
+        call = UnsentCall(self._parts.executor, peer.info.name, function, timeout, send, error_of)
         self._send_when_connected(peer, call)
         call.expire_by(self._parts.timers)
         return call
@@ -740,7 +737,7 @@ class Caller:
         left = seconds or self.rpc_timeout
         connection = peer.connection
         if connection is None and must_not_sleep():
-            packed = _PackedCall(function, callee, payload, buffers, handles, None)
+            packed = function, callee, payload, buffers, handles, None
             return self._remote_later(peer, packed, pack_annotations(annotations), keeps, deadline, scope)
         connection = connection or self._connect(peer, function, left)
         self._check_size(connection, function, callee, len(handles) + 1, payload, buffers)

@@ -146,8 +146,12 @@ class Peer:
         return None
 
     def has_unsent(self) -> bool:
-        """Returns whether something waits for the connection."""
-        return bool(self._unsent)
+        """Returns whether something waits for the connection, or is being sent by the thread that connects for it."""
+        return bool(self._unsent) or self._is_connecting_for_unsent
+
+    def count_unsent(self) -> int:
+        """Returns how many calls wait for the connection."""
+        return len(self._unsent)
 
     def fail_unsent(self, error: RpcError, made_until: float = FOREVER) -> None:
         """Fails what waits for the connection, and was made until then (a time of the monotonic clock)."""
