@@ -9,7 +9,7 @@ rpc.shutdown()
 
 from typing import TYPE_CHECKING
 
-from farcall import backend_registry, engines, errors, functions
+from farcall import asgi, backend_registry, engines, errors, functions
 from farcall._native import native_available
 from farcall.api import (
     _delete_all_user_and_unforked_owner_rrefs,
@@ -178,6 +178,7 @@ __all__ = [
     "add_interceptor",
     "add_membership_callback",
     "as_completed",
+    "asgi",
     "backend_registered",
     "backend_registry",
     "cancelled",

@@ -296,7 +296,8 @@ def rpc_async(
 ) -> Future[Any]:
     """Sends a call as `rpc_sync` does, but returns a `Future` of the result without waiting for the reply.
 
-    The first call to a worker waits until the connection to it is made.
+    The first call to a worker waits until the connection to it is made. On the thread of an event loop nothing waits:
+    another thread connects and sends the call, and the future has the error if that fails.
 
     Args:
         to: The worker that runs the function: its name, its rank or its `WorkerInfo`.

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Pro
 
 from farcall.deadlines import Scope, find_scope, raise_if_cancelled, run_in_scope
 from farcall.errors import CallCancelledError
-from farcall.gate import FOREVER, Gate
+from farcall.gate import FOREVER, Gate, running_loop
 
 if TYPE_CHECKING:
     import asyncio
@@ -356,7 +356,7 @@ class Future(Generic[T]):
         Exceptions of the callback are logged. If an event loop runs in the current thread, the callback runs in that
         loop; otherwise in the thread that completes the future.
         """
-        self.watch(_DoneCallback(callback, _running_loop()), waker=False)
+        self.watch(_DoneCallback(callback, running_loop()), waker=False)
 
     def remove_done_callback(self, callback: Callable[[Future[T]], object]) -> int:
         """Removes a callback that `add_done_callback` has added. Returns how many times it was removed.
@@ -527,6 +527,36 @@ class Future(Generic[T]):
             self._value = value
             self._state = state
 
+    def settle_first(self, state: int, value: Any, describe: Callable[[], str] | None) -> bool:
+        """Completes a future that several threads may complete, without waking anybody: `wake` must follow.
+
+        Returns True; False if the future is complete already, and nothing was changed.
+
+        Args:
+            state: `DONE`, `FAILED` or `UNLOADED`.
+            value: The result, the exception, or the reply that is not unpickled yet.
+            describe: For a failure, returns the text of the warning if nobody looks at it; None for no warning.
+        """
+        with _settling:
+            if self._state:
+                return False
+            if describe is not None:
+                self.report_unseen(describe)
+            if state == UNLOADED:
+                self._reply = value
+            else:
+                self._value = value
+            self._state = state
+            return True
+
+    def settle_as(self, other: Future[T]) -> bool:
+        """As `settle_first`, with the outcome of another future, which is complete and which nobody else looks at."""
+        report = other._report
+        if report is not None:
+            report.seen = True
+        value = other._reply if other._state == UNLOADED else other._value
+        return self.settle_first(other._state, value, report.describe if report is not None else None)
+
     def settle(self, state: int, value: Any) -> Callbacks | None:
         """Completes the future and runs its wakers, the watchers that only wake a thread.
 
@@ -668,15 +698,6 @@ class _DoneCallback:
         return None
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """Returns the event loop that runs in the current thread; None if there is none."""
-    asyncio = sys.modules.get("asyncio")
-    try:
-        return None if asyncio is None else asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
 @dataclass(slots=True, eq=False)
 class _Then:
     """The callback that `then` adds: completes the derived future with the outcome of the user's callback."""
@@ -722,10 +743,10 @@ class _FailureReport:
         describe: Returns the text of the warning.
     """
 
-    __slots__ = ("_describe", "place", "seen")
+    __slots__ = ("describe", "place", "seen")
 
     def __init__(self, describe: Callable[[], str]) -> None:
-        self._describe = describe
+        self.describe = describe
         self.place: Place | None = None
         self.seen = False
 
@@ -737,12 +758,12 @@ class _FailureReport:
         if place is None or place[0].co_filename.startswith(_OWN_CODE):
             place = _place_outside()
         if place is None:
-            warnings.warn(self._describe(), UnseenFailureWarning, stacklevel=2)
+            warnings.warn(self.describe(), UnseenFailureWarning, stacklevel=2)
             return
         code, at, names = place
         lines = (line for start, end, line in code.co_lines() if start <= at < end and line is not None)
         warnings.warn_explicit(
-            self._describe(),
+            self.describe(),
             UnseenFailureWarning,
             code.co_filename,
             next(lines, code.co_firstlineno),

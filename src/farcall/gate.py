@@ -2,16 +2,23 @@
 
 The executor owns threads that run functions of users. Such a function may wait for a call of its own. The executor must
 know about the wait, because another thread has to take the place of the sleeping one.
+
+The thread of an event loop must not sleep while it makes a call (`must_not_sleep`). Code that would sleep until it can
+send something asks before, and queues it instead.
 """
 
 from __future__ import annotations
 
 import math
 import select
+import sys
 import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import asyncio
 
 FOREVER: Final = math.inf
 """A deadline that never comes."""
@@ -56,6 +63,45 @@ class asleep:  # noqa: N801 (reads as a word: with asleep(): ...)
         after = blocking_thread.after
         if after is not None:
             after()
+
+
+class _SleeplessThread(threading.local):
+    """How many blocks of `sleepless` the current thread is in."""
+
+    depth = 0
+
+
+_sleepless_thread = _SleeplessThread()
+
+
+class sleepless:  # noqa: N801 (reads as a word: with sleepless(): ...)
+    """Context manager around code that must not sleep to send something, as on the thread of an event loop."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _sleepless_thread.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        _sleepless_thread.depth -= 1
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Returns the event loop that runs in the current thread; None if there is none. Does not import asyncio."""
+    module = sys.modules.get("asyncio")
+    try:
+        return None if module is None else module.get_running_loop()
+    except (RuntimeError, AttributeError):  # there is none, or another thread is importing asyncio just now
+        return None
+
+
+def must_not_sleep() -> bool:
+    """Returns whether the current thread must not sleep to send something.
+
+    So it is on the thread of an event loop, and in a block of `sleepless`. To be asked only where the thread would
+    sleep otherwise.
+    """
+    return _sleepless_thread.depth > 0 or running_loop() is not None
 
 
 def sleep_in_poll(poll: select.poll, seconds: float) -> bool:

@@ -63,11 +63,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "groups": {"current", "errors", "options", "protocol", "backends", "api", "workers", "many"},
     "engines": {"errors", "options", "groups"},
+    "asgi": {"errors", "futures", "many"},
     "collectives": {"errors", "backends", "functions", "futures", "options", "api"},
     # the edges: "farcall" is the package's own __init__, the public face
     "farcall": BELOW_API
-    | {"rref", "api", "workers", "streams", "many", "groups", "engines", "interruption", "collectives"}
-    | {"backend_registry", "_native"},
+    | {"rref", "api", "workers", "streams", "many", "groups", "engines", "asgi", "interruption"}
+    | {"collectives", "backend_registry", "_native"},
     "backend_registry": {"backends"},
     "__main__": {"cli"},
     "cli": BELOW_RUNTIME | {"api", "farcall", "launcher", "bench"},

@@ -42,6 +42,16 @@ def test_an_object_on_another_worker_answers_in_asyncio() -> None:
     assert result.stdout == "".join(said) + "worker0 | 2 of 3 for tea\n"
 
 
+@pytest.mark.skipif(not find_spec("fastapi") or not find_spec("uvicorn"), reason="FastAPI is not installed")
+def test_the_work_of_a_web_service_stops_when_its_client_has_gone() -> None:
+    result = subprocess.run(
+        [sys.executable, "examples/web_service.py"], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=LIMIT
+    )
+    counts = '{"started":2,"finished":1,"stopped":1}'
+    said = f"a client that waits gets 0.5\na client has gone, and its work has stopped: {counts}\n"
+    assert (result.returncode, result.stdout, result.stderr) == (0, said, "")
+
+
 def run_script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, f"examples/{name}", *arguments],

@@ -629,6 +629,7 @@ class Agent(RpcAgent):
         return (
             not self._executor.is_busy()
             and not any(connection.pending for connection in list(self._clients))
+            and not any(peer.has_unsent() for peer in list(self._peers.by_number.values()))
             and not any(connection.has_unsent() for connection in list(self._servers))
             and self.reference_store.is_quiet()
         )
@@ -842,6 +843,8 @@ class Agent(RpcAgent):
             for future in list(connection.pending.values()):
                 # Before the others are told: they close their connections then, and the error would blame them.
                 connection.fail(future, future.lost_error(RpcError(reason), ""))
+        for peer in list(self._peers.by_number.values()):
+            peer.fail_unsent(RpcError(reason))
         if is_early:
             if is_member:
                 self._cluster.leave()
@@ -900,6 +903,8 @@ class Agent(RpcAgent):
         )
         for client in list(self._clients):
             client.abandon(error)
+        for peer in list(self._peers.by_number.values()):
+            peer.abandon(error)
         for server in list(self._servers):
             server.abandon()
         for listener in self._listeners:

@@ -7,6 +7,8 @@ Rules
 - A reference is kept until its owner has answered all calls on it, even if the program drops it before.
 - A call belongs to the scope in which it is made (`deadlines`): it ends no later than the scope, and is cancelled with
   it. It is added to the scope after it was sent, so that its cancellation follows its request.
+- On the thread of an event loop no call waits: without a connection, it is queued and sent by the thread that connects
+  (`unsent`), and its errors are those of its future.
 - A remote call is a call whose result is kept at the callee. Its reply says that the owner has received the call, and
   contains the value if that is small and immutable. Nobody waits for it, so the default timeout does not apply to it.
 """
@@ -15,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from farcall.backends.interface import To, bad_arguments, check_timeout, checked_function, worker_key
 from farcall.deadlines import Scope
 from farcall.errors import OwnerLostError, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
 from farcall.futures import DONE, FAILED, Future, failed_future, wait_or_cancel
+from farcall.gate import must_not_sleep
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.frames import (
     MAX_CALLEE_BYTES,
@@ -43,6 +46,7 @@ from farcall.runtime.parts import WorkerParts
 from farcall.runtime.peers import Peer
 from farcall.runtime.reference_outbox import UnackedKeep
 from farcall.runtime.server import excess_of
+from farcall.runtime.unsent import Unsent, UnsentCall, UnsentKeep
 from farcall.serialization import (
     callable_name,
     collecting,
@@ -55,6 +59,11 @@ from farcall.transports.base import FOREVER, Broadcast
 Callee = Callable[..., Any] | str
 """A function, or the name of a method. Used in error messages."""
 _SMALL_CALLEE_BYTES: Final = 400
+
+
+_PackedCall: TypeAlias = tuple[Callee, bytes, bytes, list[memoryview], list[Handle], ClientCall | None]
+"""A call whose arguments are pickled: the function, the encoded callee, the payload, the buffers, the handles of
+references in the arguments, and the call as interceptors see it."""
 
 
 class _RemoteCall(NamedTuple):
@@ -116,7 +125,8 @@ class Caller:
     ) -> Future[Any]:
         """Sends a call to a worker, and returns the future of its result without waiting for the reply.
 
-        Opens a connection first if there is none, and waits for that, at most `timeout` seconds.
+        Opens a connection first if there is none, and waits for that, at most `timeout` seconds. On the thread of an
+        event loop another thread does so, and the errors of that are those of the future.
 
         Args:
             to: The worker: its name, rank or `WorkerInfo`.
@@ -156,7 +166,9 @@ class Caller:
         callee = encode_function(function)
         connection = peer.connection
         if callee is not None and not args and not kwargs and connection is not None:
-            future = connection.call(function, callee, b"", _NO_BUFFERS, timeout)  # the shortest path
+            future: PendingCall | UnsentCall = connection.call(  # the shortest path
+                function, callee, b"", _NO_BUFFERS, timeout
+            )
         else:
             if callee is None:
                 callee, function = b"", checked_function(function)
@@ -234,8 +246,10 @@ class Caller:
     def calls_pending(self, worker: WorkerInfo) -> int:
         """Returns how many calls of this worker to another one are under way; 0 if it is not known."""
         peer = self._peers.by_key.get(worker)
-        connection = peer.connection if peer is not None else None
-        return connection.calls_pending() if connection is not None else 0
+        if peer is None:
+            return 0
+        connection = peer.connection
+        return connection.calls_pending() if connection is not None else peer.count_unsent()
 
     def _call(
         self,
@@ -246,8 +260,10 @@ class Caller:
         kwargs: Mapping[str, Any] | None,
         timeout: float,
         intercepted: ClientCall | None = None,
-    ) -> PendingCall:
+    ) -> PendingCall | UnsentCall:
         """Sends a call to a worker, and returns its future. Opens a connection first if there is none.
+
+        On the thread of an event loop, does not wait for the connection: see `unsent`.
 
         Args:
             peer: The worker.
@@ -270,15 +286,17 @@ class Caller:
         packed: tuple[bytes, list[memoryview], list[Handle]],
         timeout: float,
         intercepted: ClientCall | None = None,
-    ) -> PendingCall:
+    ) -> PendingCall | UnsentCall:
         """Sends a call whose arguments are pickled to a worker, and returns its future.
 
         The parameters are those of `_call`, and `packed` is what `_pack_arguments` returned. Its buffers are emptied.
         """
         payload, buffers, handles = packed
-        annotations = intercepted.annotations if intercepted is not None else {}
         connection, spent = peer.connection, 0.0
         if connection is None:
+            if must_not_sleep():
+                call = function, callee, payload, buffers, handles, intercepted
+                return self._call_later(peer, call, timeout)
             began = monotonic()
             connection = self._connect(peer, function, timeout)
             if timeout:
@@ -286,7 +304,64 @@ class Caller:
         self._check_size(connection, function, callee, len(handles), payload, buffers)
         if not handles and intercepted is None:
             return connection.call(function, callee, payload, buffers, timeout, spent)
-        packed_annotations = pack_annotations(annotations)
+        call = function, callee, payload, buffers, handles, intercepted
+        return self._send_packed(peer, connection, call, timeout, spent)
+
+    def _call_later(self, peer: Peer, packed: _PackedCall, timeout: float) -> UnsentCall:
+        """Returns the future of a call that is sent as soon as there is a connection. Does not wait.
+
+        Raises `WorkerLostError` if the worker has left or was lost.
+        """
+        if peer.is_lost:
+            raise peer.lost_error()
+        function, callee, payload, buffers, handles, intercepted = packed
+        # The program may change its buffers when this returns.
+        buffers = [memoryview(bytes(buffer)) for buffer in buffers]
+        packed = function, callee, payload, buffers, handles, intercepted
+
+        def send(connection: ClientConnection, spent: float) -> PendingCall:
+            self._check_size(connection, function, callee, len(handles), payload, buffers)
+            if not handles and intercepted is None:
+                return connection.call(function, callee, payload, buffers, timeout, spent)
+            return self._send_packed(peer, connection, packed, timeout, spent)
+
+        def error_of(error: RpcError) -> RpcError:
+            return self._unconnected_error(peer, error)
+
+        call = UnsentCall(self._parts.executor, peer.info.name, function, timeout, send, error_of)
+        self._send_when_connected(peer, call)
+        call.expire_by(self._parts.timers)
+        return call
+
+    def _send_when_connected(self, peer: Peer, unsent: Unsent) -> None:
+        """Queues something for the thread that connects, or sends it if there is a connection by now. Never waits."""
+        connection = peer.send_when_connected(unsent)
+        if connection is not None:
+            unsent.send(connection)
+        elif self._peers.closed is not None:  # meanwhile: perhaps no thread connects any more
+            peer.fail_unsent(self._peers.closed)
+
+    def _unconnected_error(self, peer: Peer, error: RpcError) -> RpcError:
+        """Returns the error of a call that was not sent because there is no connection. `error` says why.
+
+        Each call has an error of its own, because raising one adds to its traceback.
+        """
+        if self._peers.closed is not None:  # this worker was shut down or expelled meanwhile
+            return self._peers.closed
+        if not isinstance(error, WorkerLostError):
+            return error
+        if error.is_gone:
+            self._store.resend(peer.number)  # that finds that the worker is gone, and tells the group
+        lost = WorkerLostError(str(error), error.worker)
+        lost.is_gone, lost.__cause__ = error.is_gone, error.__cause__
+        return lost
+
+    def _send_packed(
+        self, peer: Peer, connection: ClientConnection, packed: _PackedCall, timeout: float, spent: float
+    ) -> PendingCall:
+        """Sends a call that may have references and annotations, and returns its future."""
+        function, callee, payload, buffers, handles, intercepted = packed
+        packed_annotations = pack_annotations(intercepted.annotations if intercepted is not None else {})
         future = connection.new_call(function, timeout, spent)
         if intercepted is not None:
             connection.intercepted[future.call_id] = intercepted
@@ -433,7 +508,7 @@ class Caller:
         callee = self._callee_on(handle, what, method)
         connection = peer.connection
         if not args and not kwargs and connection is not None:
-            future = connection.call(method, callee, b"", _NO_BUFFERS, timeout)
+            future: PendingCall | UnsentCall = connection.call(method, callee, b"", _NO_BUFFERS, timeout)
         else:
             future = self._call(peer, method, callee, args, kwargs, timeout)
         _keep_until_answered(future, handle)
@@ -660,7 +735,11 @@ class Caller:
             invocation = self._remote_here(callee, payload, buffers, handles, deadline)
             return self._run_here(invocation, callee, handles, annotations, keeps, scope)
         left = seconds or self.rpc_timeout
-        connection = peer.connection or self._connect(peer, function, left)
+        connection = peer.connection
+        if connection is None and must_not_sleep():
+            packed = function, callee, payload, buffers, handles, None
+            return self._remote_later(peer, packed, pack_annotations(annotations), keeps, deadline, scope)
+        connection = connection or self._connect(peer, function, left)
         self._check_size(connection, function, callee, len(handles) + 1, payload, buffers)
         packed_annotations = pack_annotations(annotations)
         send_until = monotonic() + left if left else FOREVER
@@ -690,6 +769,49 @@ class Caller:
         handle.made = place_of_caller(store.record_stacks, 3)
         if scope is not None:
             scope.add(KeptCreation(store, future, handle.reference, unacked.fork))
+        return handle
+
+    def _remote_later(
+        self,
+        peer: Peer,
+        packed: _PackedCall,
+        annotations: bytes,
+        keeps: Handle | None,
+        deadline: float,
+        scope: Scope | None,
+    ) -> Handle:
+        """Returns a handle of the result of a remote call that is sent as soon as there is a connection. Never waits.
+
+        Raises what `remote` raises, except for what is known only when there is a connection.
+        """
+        if peer.is_lost:
+            raise peer.lost_error()
+        function, callee, payload, buffers, handles, _ = packed
+        store, number = self._store, peer.number
+        # What the other end accepts is not known yet. Nearly always that is what this worker accepts itself.
+        excess = excess_of(self._parts.limits, len(callee), len(handles) + 1, payload, buffers)
+        if excess is not None:
+            raise too_large(function, peer.info.name, excess)
+        check_number(len(handles) + 1)
+
+        def fit(connection: ClientConnection) -> None:
+            if excess_of(connection.peer_limits, len(callee), len(handles) + 1, payload, buffers) is not None:
+                # The owner counts the reference all the same, and fails to read the arguments.
+                unacked.frame = unacked.frame[: -len(payload)] + _NO_PICKLE if payload else unacked.frame
+                unacked.buffers = ()
+
+        kept = [memoryview(bytes(buffer)) for buffer in buffers]
+        unsent = UnsentKeep(fit, lambda: store.resend(number))
+        unacked = unsent.unacked = UnackedKeep(unsent, keeps, deadline)
+        try:
+            handle, _ = store.create_remote(number, handles, unacked, 0, callee, payload, annotations)
+        finally:
+            if unacked.frame:
+                unacked.buffers = kept
+                self._send_when_connected(peer, unsent)
+        handle.made = place_of_caller(store.record_stacks, 4)
+        if scope is not None:
+            scope.add(KeptCreation(store, None, handle.reference, unacked.fork))
         return handle
 
     def _remote_here(
@@ -750,10 +872,7 @@ class Caller:
             raise UsageError(f"the name of a function has {size} bytes; at most {limit} are allowed")
         excess = excess_of(connection.peer_limits, len(callee), handles, payload, buffers)
         if excess is not None:
-            raise UsageError(
-                f"the call of `{callable_name(function)}` was not sent to worker {connection.peer.name!r}: it has "
-                f"{excess}. Send it in several calls, or start that worker with a larger limit"
-            )
+            raise too_large(function, connection.peer.name, excess)
 
     def resolve_timeout(self, timeout: float) -> float:
         """Returns the timeout to use in seconds; 0 for no limit.
@@ -825,11 +944,21 @@ class Caller:
         )
 
 
+def too_large(function: Callee, worker: str, excess: str) -> UsageError:
+    """Returns the error of a call that is larger than its callee accepts. `excess` is what `excess_of` returned."""
+    return UsageError(
+        f"the call of `{callable_name(function)}` was not sent to worker {worker!r}: it has {excess}. Send it in "
+        "several calls, or start that worker with a larger limit"
+    )
+
+
+_NO_PICKLE: Final = b"\0"
+"""A payload that no unpickler accepts."""
 _NO_BUFFERS: list[memoryview] = []
 """For calls without arguments. Shared, because links do not change an empty list."""
 
 
-def _keep_until_answered(future: PendingCall, handle: Handle) -> None:
+def _keep_until_answered(future: PendingCall | UnsentCall, handle: Handle) -> None:
     """Keeps a handle alive until the call on its value is settled."""
     future.keeps = handle
     if future._state:  # settled already, perhaps before `keeps` was set

@@ -103,7 +103,7 @@ class PendingCall(Future[Any]):
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
         """Raises `RuntimeError`, because only the reply or the end of the connection may settle a call."""
-        raise RuntimeError(f"{self!r} is settled by its call alone; make a Future() of your own to settle by hand")
+        raise settled_by_call_alone(self)
 
     def mark_failure_seen(self) -> None:
         """Prevents the warning about a failure that no code looked at.
@@ -132,6 +132,11 @@ class PendingCall(Future[Any]):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"
+
+
+def settled_by_call_alone(call: Future[Any]) -> RuntimeError:
+    """Returns the error for a program that tries to settle the future of a call by hand."""
+    return RuntimeError(f"{call!r} is settled by its call alone; make a Future() of your own to settle by hand")
 
 
 def timeout_error(
@@ -201,16 +206,17 @@ class KeptCreation:
 
     __slots__ = ("_call", "_connection", "_fork", "_reference", "_store")
 
-    def __init__(self, store: ReferenceStore, call: KeptCall, reference: RRefId, fork: ForkId) -> None:
+    def __init__(self, store: ReferenceStore, call: KeptCall | None, reference: RRefId, fork: ForkId) -> None:
+        """Creates the member. `call` is None if the call waits for a connection, so that no reply belongs to it."""
         self._store = store
-        self._call = ref(call)
-        self._connection = call.connection
+        self._call = ref(call) if call is not None else None
+        self._connection = call.connection if call is not None else None
         self._reference = reference
         self._fork = fork
 
     def done(self) -> bool:
-        """Returns whether the owner has replied. False if the connection was lost, because nobody knows then."""
-        if self._connection.is_lost():
+        """Returns whether the owner has replied. False if it is not known: there was no connection, or it was lost."""
+        if self._call is None or self._connection is None or self._connection.is_lost():
             return False
         call = self._call()
         return call is None or call.done()

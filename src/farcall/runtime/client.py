@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farcall.deadlines import NO_SCOPE, Scope, Waker, current_scope, grace_end
 from farcall.errors import CallCancelledError, ProtocolError, RpcError, UsageError, WorkerLostError
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
-from farcall.gate import Gate, asleep, blocking_thread
+from farcall.gate import Gate, asleep, blocking_thread, must_not_sleep
 from farcall.protocol.frames import (
     CONTROL,
     FAILURE,
@@ -308,9 +308,10 @@ class ClientConnection:
         """Waits while more than `MAX_BACKLOG_BYTES` wait to be sent and the connection has not ended.
 
         Stops at `deadline`, a time of the monotonic clock. Replies are read meanwhile, because the other end may not
-        read requests until its replies are read.
+        read requests until its replies are read. Does not wait on the thread of an event loop: the leader of the
+        executor sends what is queued, and a program that awaits its calls is held back by that.
         """
-        if self.link.backlog <= MAX_BACKLOG_BYTES:
+        if self.link.backlog <= MAX_BACKLOG_BYTES or must_not_sleep():
             return
         with asleep():
             while self.link.backlog > MAX_BACKLOG_BYTES and self._lost is None and monotonic() < deadline:

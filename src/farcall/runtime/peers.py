@@ -12,12 +12,13 @@ Rules
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from farcall.errors import AuthenticationError, PeerRefusedError, ProtocolError, WorkerLostError
-from farcall.gate import asleep
+from farcall.errors import AuthenticationError, PeerRefusedError, ProtocolError, RpcError, WorkerLostError
+from farcall.gate import asleep, sleepless
 from farcall.protocol.fields import quoted
 from farcall.protocol.handshake import Hello, Purpose, Refused, encode, unpack
 from farcall.protocol.ids import WorkerInfo
@@ -26,8 +27,11 @@ from farcall.runtime.client import LOST_ADVICE, ClientConnection
 from farcall.runtime.interrupts import raise_deferred
 from farcall.runtime.parts import WorkerParts
 from farcall.security import EncryptionRequired
-from farcall.transports.base import Link, Transport
+from farcall.transports.base import FOREVER, Link, Transport
 from farcall.transports.network import are_on_one_host, is_local
+
+if TYPE_CHECKING:
+    from farcall.runtime.unsent import Unsent
 
 CONNECT_TIMEOUT_S: Final = 10.0
 """The most seconds that one attempt to connect to a worker takes."""
@@ -75,6 +79,7 @@ class Peer:
         self._new_connection = new_connection
         self._on_expelled = on_expelled
         self.is_over = is_over
+        self._executor = parts.executor
         self._lock = threading.RLock()
         self._has_left = False
         self.is_lost = False
@@ -82,6 +87,9 @@ class Peer:
         self.connection: ClientConnection | None = None
         """The connection; None if there is none now. Then use `connect`."""
         self._last_connection: ClientConnection | None = None
+        self._unsent: deque[Unsent] = deque()  # what waits for the connection
+        self._unsent_lock = threading.RLock()  # for the queue, and for the step from it to the connection
+        self._is_connecting_for_unsent = False  # a thread connects for the queue, or is about to
 
     def connect(self, deadline: float) -> ClientConnection:
         """Returns the connection. Opens it if there is none, and waits for that.
@@ -106,7 +114,7 @@ class Peer:
             try:
                 if self.connection is None:
                     connection = self._new_connection(self, *self._open(deadline))
-                    self.connection = connection
+                    self._send_unsent(connection)
                     if self.is_lost:  # meanwhile
                         self.close_connection()
                         raise self.lost_error()
@@ -116,6 +124,85 @@ class Peer:
                 return self.connection
             finally:
                 self._lock.release()
+
+    # What waits for the connection
+
+    def send_when_connected(self, unsent: Unsent) -> ClientConnection | None:
+        """Has something sent as soon as there is a connection, by the thread that connects. Does not wait.
+
+        Starts a thread that connects, if there is none yet. If connecting fails, `unsent.fail` is called.
+
+        Returns:
+            None; the connection if there is one by now. Then nothing was queued, and the caller must send.
+        """
+        with self._unsent_lock:
+            if self.connection is not None:
+                return self.connection
+            self._unsent.append(unsent)
+            must_start = not self._is_connecting_for_unsent
+            self._is_connecting_for_unsent = True
+        if must_start:
+            self._executor.run_aside(self._connect_for_unsent)
+        return None
+
+    def has_unsent(self) -> bool:
+        """Returns whether something waits for the connection, or is being sent by the thread that connects for it."""
+        return bool(self._unsent) or self._is_connecting_for_unsent
+
+    def count_unsent(self) -> int:
+        """Returns how many calls wait for the connection."""
+        return len(self._unsent)
+
+    def fail_unsent(self, error: RpcError, made_until: float = FOREVER) -> None:
+        """Fails what waits for the connection, and was made until then (a time of the monotonic clock)."""
+        while True:
+            with self._unsent_lock:
+                if not self._unsent or self._unsent[0].made_at > made_until:
+                    return
+                unsent = self._unsent.popleft()
+            unsent.fail(error)
+
+    def abandon(self, error: RpcError) -> None:
+        """Called in a forked child: fails the child's copies of what waits for the connection. Runs no callbacks."""
+        self._unsent_lock = threading.RLock()  # another thread of the parent may have held it
+        queue, self._unsent = self._unsent, deque()
+        for unsent in queue:
+            unsent.abandon(error)
+
+    def _connect_for_unsent(self) -> None:
+        """The function of the thread that connects for the queue. Ends when the queue is empty."""
+        while True:
+            with self._unsent_lock:
+                if not self._unsent:
+                    self._is_connecting_for_unsent = False
+                    return
+            began = monotonic()
+            try:
+                self.connect(FOREVER)
+            except WorkerLostError as error:
+                # What was queued during this attempt gets another one. `connect` raises at once if the worker is gone.
+                self.fail_unsent(error, FOREVER if self.is_lost or self.is_over() else began)
+            except BaseException as error:
+                self.fail_unsent(RpcError(f"connecting to worker {self.info.name!r} failed: {error!r}"))
+                raise
+
+    def _send_unsent(self, connection: ClientConnection) -> None:
+        """Sends what waits for the connection, in order, and makes the connection that of this peer.
+
+        Both in this order: a call that finds the connection must not overtake one that waits for it.
+        """
+        try:
+            with sleepless():  # while the connection is not known, nothing would end such a wait if the worker is lost
+                while True:
+                    with self._unsent_lock:
+                        if not self._unsent:
+                            self.connection = connection
+                            return
+                        unsent = self._unsent.popleft()
+                    unsent.send(connection)
+        except BaseException as error:
+            connection.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
+            raise
 
     def lose(self, has_left: bool) -> None:
         """Marks the worker as not in the group any more: new calls to it fail at once with `WorkerLostError`.

@@ -11,7 +11,8 @@ memory.
 
 Rules for every link
 - `send` keeps the order of frames, and never waits for the other end. The one exception is a large frame that is sent
-  through a socket or a ring: its sender waits, at most until the given deadline.
+  through a socket or a ring: its sender waits, at most until the given deadline. Where `gate.must_not_sleep()` is true,
+  as on the thread of an event loop, it does not wait: what there is no room for is copied and queued.
 - Only one thread at a time may call `receive` or `wait`. Any number of threads may call `send`. `close` may be called
   at any time.
 - `receive` returns all frames that were sent before the other end closed the link, and raises `ConnectionError` after

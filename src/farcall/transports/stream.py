@@ -29,7 +29,7 @@ from time import monotonic
 from typing import Final
 
 from farcall.errors import ProtocolError, UsageError
-from farcall.gate import asleep, sleep_in_poll
+from farcall.gate import asleep, must_not_sleep, sleep_in_poll
 from farcall.protocol.handshake import PROLOGUE_SIZE, check_prologue, pack_prologue
 from farcall.transports.base import FOREVER, Buffer, Frame, LinkCounts, LinkOptions
 from farcall.transports.large_frames import (
@@ -765,14 +765,14 @@ class StreamLink:
         """Waits until no bytes are queued, and returns True.
 
         Returns False after the time `deadline` of the monotonic clock. Returns False at once if this thread must not
-        wait, because it interrupts its own `send`, or because it reads the links of this worker.
+        wait, because it interrupts its own `send`, reads the links of this worker, or runs an event loop.
 
         Raises:
             ConnectionError: The link is closed or broken.
         """
         if not self.backlog:
             return True
-        if self._is_sending():
+        if self._is_sending() or must_not_sleep():
             return False
         sock = self._open_socket()  # keep a reference, as in `wait`
         poll = select.poll()

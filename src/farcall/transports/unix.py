@@ -50,7 +50,7 @@ from typing import Any, Final
 
 from farcall._native import rings
 from farcall.errors import ProtocolError, UsageError
-from farcall.gate import asleep
+from farcall.gate import asleep, must_not_sleep
 from farcall.transports.base import FOREVER, Buffer, Frame, LinkCounts, LinkOptions
 from farcall.transports.large_frames import (
     CHUNK,
@@ -695,11 +695,13 @@ class UnixLink(StreamLink):
         """Waits for room in the ring, sends `header` and `chunk`, and returns True.
 
         Returns False, and sends nothing, after the time `deadline` of the monotonic clock. Returns False at once if
-        this thread must not wait, because it reads the links of this worker.
+        this thread must not wait, because it reads the links of this worker or runs an event loop.
 
         Raises:
             ConnectionAbortedError: The link was closed.
         """
+        if must_not_sleep():
+            return False
         try:
             with asleep():
                 while monotonic() < deadline:
