@@ -47,14 +47,20 @@ _lock = threading.RLock()  # guards only that the members of a scope are created
 
 
 class Member(Protocol):
-    """Something that is cancelled with a scope. One with a method `done` is dropped some time after it is done."""
+    """Something that is cancelled together with the scope to which it was added, such as a call.
+
+    If it has a method `done`, the scope forgets it some time after `done` has returned True.
+    """
 
     def cancel(self) -> object:
-        """Cancels it. May be called twice, and in any thread. Runs no user code."""
+        """Cancels it. May be called twice, in any thread. Must not run code of the program. The result is not used."""
 
 
 class _Members(dict[object, None]):
-    """The members of a scope: weak references to calls, and other members themselves."""
+    """The members of a scope, as the keys of a dict: weak references to calls, and other members themselves.
+
+    Empty at first. When there are `prune_at` of them, those that are done are removed.
+    """
 
     __slots__ = ("prune_at",)
 
@@ -64,7 +70,15 @@ class _Members(dict[object, None]):
 
 
 class Scope:
-    """Calls that have one deadline, and are cancelled together."""
+    """Calls that have one deadline, and are cancelled together.
+
+    A scope is a function that runs for another worker, or a block of `deadline` or `detached`. It is *over* when it was
+    cancelled or its deadline has passed.
+
+    Args:
+        deadline: A time of the monotonic clock; `FOREVER` for no limit. Not later than that of the scope around this
+            one, which is not checked.
+    """
 
     __slots__ = ("_members", "deadline", "is_cancelled")
 
@@ -77,12 +91,13 @@ class Scope:
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
-        """On the monotonic clock. Never later than that of the scope around this one."""
+        """A time of the monotonic clock. Never later than that of the scope around this one."""
         self.is_cancelled = False
+        """Whether it was cancelled. A deadline that has passed does not set this."""
         self._members: _Members | None = None
 
     def find(self) -> Scope | None:
-        """Returns this scope: code whose `current_scope` it is runs in it."""
+        """Returns this scope. So code that has a scope or a `ServingThread` can call `find` on both."""
         return self
 
     # Deadlines
@@ -91,7 +106,7 @@ class Scope:
         """Returns the seconds that a call in this scope may take; 0 for no limit.
 
         Args:
-            timeout: That of the call itself; 0 for none, `UNSET_RPC_TIMEOUT` if it has not said anything.
+            timeout: The timeout of the call in seconds; 0 for no limit, `UNSET_RPC_TIMEOUT` if the program gave none.
             default: The default timeout of the worker; 0 for none.
 
         Raises:
@@ -110,7 +125,12 @@ class Scope:
         return min(left, timeout) if timeout > 0 else left
 
     def limit_wait(self, deadline: float) -> float:
-        """Returns until when a wait in this scope may last. Raises what `limit` raises."""
+        """Returns until when a wait in this scope may last: `deadline`, or the end of the scope if that is earlier.
+
+        Both are times of the monotonic clock; `FOREVER` for no limit. A `deadline` block ends a little later here, so
+        that the errors of its calls come first. Raises `CancelledError` if the function that runs is cancelled or its
+        time is over, and `RpcTimeoutError` if the time of a `deadline` block is over.
+        """
         if self.is_cancelled:
             self.raise_over()
         end = self.deadline if self.ends_function else self.deadline + _SLACK_S
@@ -119,24 +139,40 @@ class Scope:
         return min(deadline, end)
 
     def is_over(self) -> bool:
-        """Returns whether it is cancelled, or its time has passed."""
+        """Returns whether the scope is cancelled, or its deadline has passed."""
         return self.is_cancelled or self.deadline <= monotonic()
 
     def check(self) -> None:
-        """Raises what `limit` raises."""
+        """Raises an error if the scope is over; otherwise does nothing.
+
+        Raises:
+            CancelledError: The function that runs is cancelled, or its time is over.
+            RpcTimeoutError: The time of a `deadline` block is over.
+        """
         if self.is_over():
             self.raise_over()
 
     def note_over(self) -> None:
-        """Called when the code in it learns that it is over. What a function returns after that is not its result."""
+        """Called when the code in the scope learns that the scope is over. Does nothing here.
+
+        A subclass notes it: what a function returns after that is not its result.
+        """
 
     def raise_if_cancelled(self) -> None:
-        """Raises `CancelledError` if the function that runs is cancelled, or its time is over."""
+        """Raises `CancelledError` if the function that runs is cancelled, or its time is over; otherwise does nothing.
+
+        Does nothing either if only the time of a `deadline` block is over.
+        """
         if self.is_cancelled or (self.ends_function and self.is_over()):
             self.raise_over()
 
     def raise_over(self) -> NoReturn:
-        """Raises the error of code in a scope that is over. See `limit`."""
+        """Always raises: the error of code whose scope is over. The caller has found that it is.
+
+        Raises:
+            RpcTimeoutError: The time of a `deadline` block is over.
+            CancelledError: In all other cases: the function that runs is cancelled, or its time is over.
+        """
         self.note_over()
         if not self.is_cancelled and not self.ends_function:
             raise RpcTimeoutError(
@@ -154,11 +190,17 @@ class Scope:
     # Members
 
     def add_call(self, call: Member) -> None:
-        """Adds a call that was sent. It is cancelled at once if the scope is; else as long as it is not done."""
+        """Adds a call that was sent. It is cancelled together with the scope, or at once if the scope is cancelled.
+
+        The scope does not keep the call alive.
+        """
         self.add(ref(call))
 
     def add(self, member: Member | ref[Any]) -> None:
-        """Adds a member. If the scope is cancelled, so is the member."""
+        """Adds a member, or a weak reference to one. It is cancelled together with the scope.
+
+        If the scope is cancelled already, it is cancelled at once. Adding it twice has no effect.
+        """
         members = self._members
         if members is None:
             with _lock:
@@ -174,23 +216,29 @@ class Scope:
             members.prune_at = max(_FIRST_PRUNING, 2 * len(members))
 
     def discard(self, member: Member) -> None:
-        """Removes a member. Does nothing if it is not there any more."""
+        """Removes a member, so that it is not cancelled with the scope. Does nothing if it is not there any more."""
         if self._members is not None:
             self._members.pop(member, None)
 
     def add_waker(self, wake: Callable[[], object]) -> Waker:
-        """Has a function called when the scope is cancelled. To be discarded after the wait."""
+        """Has `wake` called when the scope is cancelled; at once if it is cancelled already.
+
+        Returns the member that was added. The caller must `discard` it after its wait.
+        """
         waker = Waker(wake)
         self.add(waker)
         return waker
 
     def cancel(self) -> None:
-        """Cancels all members, and those that are added later. May be called twice."""
+        """Cancels all members now, and members that are added later at once. May be called twice, in any thread."""
         self.is_cancelled = True
         self._cancel_members()
 
     def _cancel_members(self) -> None:
-        """Cancels the calls first, so that the news travels on before the threads here run that it wakes."""
+        """Cancels and removes all members: first calls and the like, then wakes the threads that wait in the scope.
+
+        So other workers are told before these threads run. Does nothing if there are no members.
+        """
         members = self._members
         if not members:
             return
@@ -210,7 +258,11 @@ class Scope:
 
 
 class Waker:
-    """A member that wakes a thread which waits in a scope."""
+    """A member of a scope that wakes a thread when the scope is cancelled.
+
+    Args:
+        wake: Wakes the thread that waits in the scope.
+    """
 
     __slots__ = ("wake",)
 
@@ -219,17 +271,20 @@ class Waker:
         """Wakes the thread. May be changed while it does not sleep."""
 
     def cancel(self) -> None:
-        """See `Member`."""
+        """Wakes the thread. May be called twice, and in any thread."""
         self.wake()
 
 
 class ServingThread:
-    """What the `current_scope` of a thread that serves calls leads to: the scope of the function that it runs."""
+    """A thread that runs functions for other workers, and the scope of the function that it runs now.
+
+    The constructor makes the object of the current thread. It is the value of `current_scope` in that thread, which
+    therefore need not be set anew for each function.
+    """
 
     __slots__ = ("_ident", "scope")
 
     def __init__(self) -> None:
-        """Creates the object of the current thread, which runs nothing yet."""
         self._ident = get_ident()
         self.scope: Scope | None = None
         """The scope of the function that the thread runs; None if it runs none."""
@@ -237,7 +292,7 @@ class ServingThread:
     def find(self) -> Scope | None:
         """Returns the scope of the function that the current thread runs; None if it runs none.
 
-        None also for a thread that was only given a copy of the context: it may outlive the function.
+        None also in a thread that was only given a copy of this thread's context: it may outlive the function.
         """
         return self.scope if self._ident == get_ident() else None
 
@@ -250,13 +305,19 @@ current_scope: ContextVar[Scope | ServingThread | None] = ContextVar("farcall_sc
 
 
 def find_scope() -> Scope | None:
-    """Returns the scope of the code that runs; None outside of all scopes."""
+    """Returns the scope of the code that runs; None outside of all scopes.
+
+    That is the innermost block of `deadline` or `detached` around it, or the function that it runs for another worker.
+    """
     found = current_scope.get()
     return found.find() if found is not None else None
 
 
 def serve_in_thread() -> ServingThread:
-    """Returns the object of the current thread as a thread that serves calls. The first call creates it."""
+    """Returns the object that says which function the current thread runs for another worker.
+
+    The first call in a thread creates the object and sets `current_scope` to it.
+    """
     found = current_scope.get()
     if not isinstance(found, ServingThread):
         found = ServingThread()
@@ -265,14 +326,18 @@ def serve_in_thread() -> ServingThread:
 
 
 def grace_end() -> float:
-    """Returns until when a call whose deadline has passed waits for the word of the callee."""
+    """Returns until when a call whose deadline passes now waits for the callee, as a time of the monotonic clock.
+
+    In that time the callee may still say whether the function had started.
+    """
     return monotonic() + EXPIRY_GRACE_S
 
 
 def raise_if_cancelled(error: object) -> None:
     """Raises `CancelledError` if the code that runs is cancelled, and may have got `error` for that reason.
 
-    Called after a wait has failed with `error`.
+    Called after a wait has failed with `error`. Does nothing if `error` is neither a `CallCancelledError` nor an
+    `RpcTimeoutError`, or the code runs in no scope or in one that is not cancelled.
     """
     if isinstance(error, _ENDED_EARLY):
         scope = find_scope()
@@ -281,7 +346,7 @@ def raise_if_cancelled(error: object) -> None:
 
 
 def run_in_scope(scope: Scope | None, function: Callable[[Any], Any], argument: Any) -> Any:
-    """Returns `function(argument)`, which runs in that scope."""
+    """Returns `function(argument)`, and raises its errors. While it runs, `scope` is the current one; None for none."""
     token = current_scope.set(scope)
     try:
         return function(argument)
@@ -293,7 +358,10 @@ def run_in_scope(scope: Scope | None, function: Callable[[Any], Any], argument: 
 
 
 class _Block(Scope):
-    """A block of `deadline` or `detached`."""
+    """The context manager of a block of `deadline` or `detached`: a scope that has no deadline at first.
+
+    It is entered once; entering it again raises `UsageError`. A block that is left by an exception is cancelled.
+    """
 
     __slots__ = ("_token", "ends_function", "outer")
 
@@ -311,12 +379,15 @@ class _Block(Scope):
         self._token = current_scope.set(self)
 
     def note_over(self) -> None:
-        """See `Scope`."""
+        """Passes on to the scope around the block that its code has learned that the function is over.
+
+        Does nothing if there is none, or only the block is over.
+        """
         if self.outer is not None and self.ends_function:
             self.outer.note_over()
 
     def _inherit(self) -> None:
-        """Takes over what holds in the scope around this one."""
+        """Takes over the deadline of the scope around this one, and joins it. Does nothing here; a subclass may."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -382,7 +453,11 @@ def detached() -> _Block:
     """Separates the calls of a `with` block from the function that makes them.
 
     They do not inherit its deadline (they have the default timeout, unless they say otherwise), and are not cancelled
-    with it. For work that must go on, and for calls that clean up after a cancellation.
+    with it. For work that must go on, and for calls that clean up after a cancellation. A block of
+    `deadline` around this one does not limit them either. Outside of both, this block changes nothing.
+
+    Returns:
+        A context manager, for one `with`.
 
     Example:
         >>> try:
@@ -395,7 +470,11 @@ def detached() -> _Block:
 
 
 def remaining() -> float | None:
-    """Returns the seconds that are left for the code that runs here, at least 0.0; None if it has no deadline."""
+    """Returns the seconds that are left for the code that runs here, at least 0.0; None if it has no deadline.
+
+    That is the time until the deadline of its caller, or of a `deadline` block around it. 0.0 also if its call was
+    cancelled.
+    """
     scope = find_scope()
     if scope is None or (scope.deadline == FOREVER and not scope.is_cancelled):
         return None
@@ -405,8 +484,9 @@ def remaining() -> float | None:
 def cancelled() -> bool:
     """Returns whether nobody wants the result of the code that runs here any more.
 
-    That is so if its call was cancelled, its time is over, or its caller was lost. A function that computes for long
-    without a call of its own should ask now and then, and return or raise.
+    That is so if its call was cancelled, its time is over, or its caller was lost. False for code that runs for no
+    other worker and in no `deadline` block. A function that computes for long without a call of its own should ask now
+    and then, and return or raise.
     """
     scope = find_scope()
     while scope is not None:

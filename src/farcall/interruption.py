@@ -46,7 +46,7 @@ _sending = threading.Lock()  # one thread at a time turns garbage collection off
 
 
 class _Run:
-    """One run of an interruptible function, and a member of its scope."""
+    """One run of an interruptible function in the current thread. It is cancelled together with its scope."""
 
     __slots__ = ("_is_cancelled", "thread")
 
@@ -55,7 +55,11 @@ class _Run:
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """See `deadlines.Member`."""
+        """Interrupts the function: has `CancelledError` raised in its thread. May be called twice, in any thread.
+
+        If the thread is in code that must not be interrupted, another thread tries again until the exception was sent
+        or the function has ended.
+        """
         if not self._is_cancelled:
             self._is_cancelled = True
             if not _send(self):
@@ -80,7 +84,8 @@ def interruptible(function: F) -> F:
     Only calls of other workers are interrupted. Called in the same process, the function runs as without the mark.
 
     Args:
-        function: The function. Put the decorator below `staticmethod` and `classmethod`.
+        function: The function. Put the decorator below `staticmethod` and `classmethod`. Whether it can be called is
+            not checked.
 
     Returns:
         A wrapper with the same signature, name and documentation.
@@ -129,9 +134,10 @@ def _function_scope() -> Scope | None:
 
 
 def _send(run: _Run) -> bool:
-    """Sends the exception if the thread of the run is in code that may be interrupted.
+    """Has `CancelledError` raised in the thread of a run, if that thread is in code that may be interrupted.
 
-    Returns False to try again: the thread was elsewhere. True if the exception was sent, or the function has ended.
+    Returns True if the exception was sent, or the function has ended. Returns False if the thread was in code of
+    farcall or of the standard library: nothing was sent, and the caller should try again.
     """
     from asyncio import CancelledError
 
@@ -164,7 +170,10 @@ def _protected_files() -> re.Pattern[str]:
 
 
 def _receive_exception() -> None:
-    """Swallows an exception that was sent to this thread and has not come yet. Does nothing if there is none."""
+    """Lets a `CancelledError` come that `_send` has sent to this thread and that was not raised yet, and ignores it.
+
+    Does nothing if there is none.
+    """
     from asyncio import CancelledError
 
     try:
@@ -176,9 +185,10 @@ def _receive_exception() -> None:
 
 @functools.cache
 def _exception_setter() -> Callable[..., int]:
-    """Returns the function that sets an exception in a thread. It keeps the interpreter's lock.
+    """Returns the function of CPython that has an exception raised in another thread. It keeps the interpreter's lock.
 
-    It takes a thread, an exception and anything else, which it ignores.
+    It takes the id of the thread, the type of the exception, and anything else, which it ignores. It returns 1, or 0 if
+    there is no such thread.
     """
     import ctypes  # not at the head: most programs have no interruptible functions
 

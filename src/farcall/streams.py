@@ -16,7 +16,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Stream(Iterator[T_co], AsyncIterator[T_co]):
-    """Items that come one by one, for `for` and for `async for`. Iterated once."""
+    """Items that come one by one, for `for` and for `async for`. It is iterated once, by one thread or task.
+
+    The base class of what `as_completed` and `map` return. It can be a context manager: the end of `with` closes it.
+    After its end, and after `close`, there are no more items.
+    """
 
     def __iter__(self) -> Self:
         return self
@@ -26,18 +30,27 @@ class Stream(Iterator[T_co], AsyncIterator[T_co]):
 
     @abstractmethod
     def __next__(self) -> T_co:
-        """Waits for the next item and returns it. Raises `StopIteration` at the end, and the error that ended it."""
+        """Waits for the next item and returns it. Blocks the thread.
+
+        Raises `StopIteration` at the end and after `close`, and the error if one has ended the stream.
+        """
 
     @abstractmethod
     async def __anext__(self) -> T_co:
-        """Waits for the next item without blocking the event loop. Raises `StopAsyncIteration` at the end."""
+        """Waits for the next item and returns it, without blocking the event loop.
+
+        Raises `StopAsyncIteration` at the end and after `close`, and the error if one has ended the stream.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the stream: what is under way for it is cancelled. Does not wait for that. May be called twice."""
+        """Ends the stream: there are no more items. May be called twice.
+
+        Calls that the stream has made itself are cancelled; this does not wait for that.
+        """
 
     async def aclose(self) -> None:
-        """Does the same as `close`; for `contextlib.aclosing`."""
+        """Ends the stream, by calling `close`; for `contextlib.aclosing`. Does not wait. May be called twice."""
         self.close()
 
     def __enter__(self) -> Self:

@@ -27,12 +27,15 @@ ALL_COMPLETED: Final = "ALL_COMPLETED"
 
 
 class DoneAndNotDone(NamedTuple, Generic[T]):
-    """What `wait` returns."""
+    """What `wait` returns: its futures in two sets.
+
+    Attributes:
+        done: The futures that are complete: they have a result or an error, or were cancelled.
+        not_done: The others.
+    """
 
     done: set[Future[T]]
-    """The futures that are complete."""
     not_done: set[Future[T]]
-    """The others."""
 
 
 def wait(
@@ -43,13 +46,15 @@ def wait(
     """Waits for several futures, and returns which of them are complete. Blocks: in an event loop use `as_completed`.
 
     Args:
-        futures: The futures.
+        futures: The futures. If there are none, returns at once.
         timeout: How many seconds to wait at most; None for no limit. 0 does not wait.
-        return_when: `FIRST_COMPLETED`, `FIRST_EXCEPTION` or `ALL_COMPLETED`. A future that was cancelled is complete,
-            and does not count as one that has failed.
+        return_when: `FIRST_COMPLETED` to wait for one future, `ALL_COMPLETED` for all, `FIRST_EXCEPTION` for one that
+            has failed, or else for all. A future that was cancelled is complete, and does not count as one that has
+            failed.
 
     Returns:
-        The sets `done` and `not_done`. What the futures failed with is not raised.
+        The sets `done` and `not_done`; after the timeout, as things are then. What the futures failed with is not
+        raised.
 
     Raises:
         UsageError: One of `futures` is not a farcall future, or `timeout` or `return_when` is not valid.
@@ -83,13 +88,13 @@ def wait(
 def as_completed(futures: Iterable[Future[T]], timeout: float | None = None) -> Stream[Future[T]]:
     """Returns a stream of the futures in the order in which they are completed, for `for` and `async for`.
 
-    Futures that are complete already come first. A future that is given twice comes once. Closing the stream cancels
-    nothing.
+    Futures that are complete already come first. A future that is given twice comes once. What a future failed with is
+    not raised here. Closing the stream cancels nothing.
 
     Args:
-        futures: The futures.
-        timeout: How many seconds from now all of them may take; None for no limit. Then the next item raises
-            `TimeoutError`. The calls go on.
+        futures: The futures. If there are none, the stream is empty.
+        timeout: How many seconds from now all of them may take; None for no limit. After that, asking for a future that
+            is not complete raises `TimeoutError`. The calls go on.
 
     Raises:
         UsageError: One of `futures` is not a farcall future, or `timeout` is not valid.
@@ -98,11 +103,15 @@ def as_completed(futures: Iterable[Future[T]], timeout: float | None = None) -> 
 
 
 class _CompletedFutures(Stream[Future[T]]):
-    """The stream of `as_completed`.
+    """A stream of futures in the order in which they are completed. `as_completed` returns it.
 
     Args:
         futures: The futures, each once.
-        timeout: How many seconds from now all of them may take; None for no limit.
+        timeout: How many seconds from now all of them may take; None for no limit. After that, asking for a future that
+            is not complete raises `TimeoutError`.
+
+    Raises:
+        UsageError: `timeout` is neither None nor a number of at least 0.
     """
 
     def __init__(self, futures: list[Future[T]], timeout: float | None) -> None:
@@ -116,7 +125,7 @@ class _CompletedFutures(Stream[Future[T]]):
             future.watch(self._note, waker=True)
 
     def _note(self, future: Future[T]) -> None:
-        """Called in any thread when a future is complete, perhaps twice."""
+        """Called in any thread when a future is complete: it is the next of the stream. A second call does nothing."""
         with self._lock:
             if future not in self._pending:
                 return
@@ -127,7 +136,10 @@ class _CompletedFutures(Stream[Future[T]]):
             signal.set_result(None)
 
     def _next(self) -> Future[T] | None:
-        """Returns the next complete future; None if there is none. Then `_signal` is a future to wait for, or None."""
+        """Returns the next complete future; None if there is none now.
+
+        After None, `_signal` is a future that completes when there is one; it is None if no future is left.
+        """
         with self._lock:
             if self._ready:
                 return self._ready.popleft()
@@ -166,7 +178,7 @@ class _CompletedFutures(Stream[Future[T]]):
         return future
 
     def _timeout_error(self) -> TimeoutError:
-        """Returns the error of an iteration that took too long."""
+        """Returns the error to raise after the timeout. Its message has the number of futures that are not complete."""
         return TimeoutError(f"{len(self._pending)} futures were not done within {self._timeout:g} s; the calls go on")
 
     def close(self) -> None:
@@ -182,7 +194,10 @@ class _CompletedFutures(Stream[Future[T]]):
 
 
 def _checked_futures(name: str, futures: Iterable[Future[T]]) -> list[Future[T]]:
-    """Returns the futures, each once. Raises `UsageError` if one is not a farcall future."""
+    """Returns the futures as a list, each once. `name` is the function that was called, for messages.
+
+    Raises `UsageError` if `futures` is a mapping or cannot be iterated, or if one is not a farcall future.
+    """
     if isinstance(futures, Mapping):
         raise UsageError(f"{name}() takes futures: give the values() of a mapping such as farcall.Futures")
     try:
@@ -196,9 +211,9 @@ def _checked_futures(name: str, futures: Iterable[Future[T]]) -> list[Future[T]]
 
 
 def _deadline(timeout: float | None) -> float:
-    """Returns the moment at which a wait that begins now ends, as a time of the monotonic clock.
+    """Returns the moment at which a wait of `timeout` seconds that begins now ends, as a time of the monotonic clock.
 
-    Raises `UsageError` if `timeout` is neither None nor a number of at least 0.
+    Returns `FOREVER` for None. Raises `UsageError` if `timeout` is neither None nor a number of at least 0.
     """
     if timeout is None:
         return FOREVER
@@ -208,5 +223,5 @@ def _deadline(timeout: float | None) -> float:
 
 
 def _has_failed(future: Future[Any]) -> bool:
-    """Returns whether a complete future has failed and was not cancelled."""
+    """Returns whether a future has failed with an error and was not cancelled. The future must be complete."""
     return not future.cancelled() and future.failed_with() is not None

@@ -29,6 +29,12 @@ class Futures(Mapping[str, Future[T]]):
 
     Futures of your own work as well: `Futures({"a": one, "b": another})`.
 
+    Args:
+        futures: The futures, by names of any kind. The mapping is copied.
+
+    Raises:
+        UsageError: `futures` is not a mapping of farcall futures.
+
     Example:
         >>> futures = farcall.workers("shard*").submit(count_rows)
         >>> futures.first(2).result()
@@ -38,14 +44,6 @@ class Futures(Mapping[str, Future[T]]):
     __slots__ = ("__weakref__", "_futures")
 
     def __init__(self, futures: Mapping[str, Future[T]]) -> None:
-        """Makes one object of several futures.
-
-        Args:
-            futures: The futures, by names of any kind. The mapping is copied.
-
-        Raises:
-            UsageError: `futures` is not a mapping of farcall futures.
-        """
         if not isinstance(futures, Mapping):
             raise UsageError(f"Futures takes a mapping of farcall futures by name, not {futures!r}")
         self._futures = dict(futures)
@@ -66,7 +64,10 @@ class Futures(Mapping[str, Future[T]]):
         """Waits until all futures are complete, and returns their results by name.
 
         Args:
-            timeout: How many seconds to wait; None means no limit. 0 does not wait.
+            timeout: How many seconds to wait; None means no limit. 0 does not wait. It is not checked.
+
+        Returns:
+            The results; an empty dict if there are no futures.
 
         Raises:
             GroupCallError: A future has failed. It is raised as soon as one fails; the others are cancelled.
@@ -99,15 +100,19 @@ class Futures(Mapping[str, Future[T]]):
         return _FirstResults(self._futures, count).future
 
     def done(self) -> bool:
-        """Returns whether all futures are complete."""
+        """Returns whether all futures are complete; True if there are none."""
         return all(future.done() for future in self._futures.values())
 
     def cancel(self) -> bool:
-        """Cancels all futures that are not complete. Returns False if all of them were complete already."""
+        """Cancels all futures that are not complete. Returns False if there were none: nothing was cancelled."""
         return cancel_all(self._futures.values())
 
     def __await__(self) -> Generator[Any, None, dict[str, T]]:
-        """Waits as `result` does, without blocking the event loop. A task that is cancelled here cancels the calls."""
+        """Waits until all futures are complete, without blocking the event loop. `await` gives the results by name.
+
+        It raises `GroupCallError` as soon as one future fails; the others are cancelled. A task that is cancelled while
+        it waits cancels all calls.
+        """
         return _FirstResults(self._futures, len(self._futures)).future.__await__()
 
     def __repr__(self) -> str:
@@ -116,11 +121,14 @@ class Futures(Mapping[str, Future[T]]):
 
 
 class _FirstResults(Generic[T]):
-    """The wait for the first `count` results of some futures.
+    """The wait for the first `count` results of some futures. It begins at once, and ends by itself.
+
+    Its `future` completes when they are there, and fails when so many have failed that they are not possible any more.
+    In both cases the futures that are still under way are cancelled.
 
     Args:
         futures: The futures by name.
-        count: How many results to wait for. 0 is reached at once.
+        count: How many results to wait for, not more than there are futures. 0 is reached at once.
     """
 
     def __init__(self, futures: Mapping[str, Future[T]], count: int) -> None:
@@ -139,12 +147,15 @@ class _FirstResults(Generic[T]):
             future.watch(partial(self._note, name), waker=False)
 
     def stop(self) -> None:
-        """Ends the wait: nothing is cancelled any more. Does nothing if it is over."""
+        """Ends the wait: `future` does not change, and nothing is cancelled any more. Does nothing if it is over."""
         with self._lock:
             self._is_over = True
 
     def _note(self, name: str, future: Future[T]) -> None:
-        """Called with each future when it is complete. Raises nothing."""
+        """Called with each future, and its name, when it is complete, in any thread. Raises nothing.
+
+        Ends the wait if enough results are there, or too many futures have failed.
+        """
         error = future.failed_with()  # unpickles the reply, so not under the lock
         with self._lock:
             if self._is_over:
@@ -164,7 +175,10 @@ class _FirstResults(Generic[T]):
             self._fail()
 
     def _fail(self) -> None:
-        """Fails the future with all failures that are there now, and cancels the rest."""
+        """Ends the wait with a `GroupCallError` of all failures that are there now, and cancels the rest.
+
+        If one of the failures is no `Exception`, such as `SystemExit`, `future` fails with that one instead.
+        """
         for name, future in self._futures.items():
             if future.done() and name not in self._failures and name not in self._results:
                 error = future.failed_with()
@@ -182,7 +196,11 @@ class _FirstResults(Generic[T]):
 
 
 def group_call_error(errors: Mapping[str, Any], results: Mapping[str, Any], size: int) -> GroupCallError:
-    """Returns the error of a call on `size` workers that failed on some of them."""
+    """Returns the error of a call on `size` workers that failed on some of them.
+
+    `errors` and `results` are by worker name, and become those of the exception. The message describes the first three
+    errors.
+    """
     described = [f"{name!r} with {type(error).__name__}: {error}" for name, error in errors.items()]
     more = f"; and {len(described) - _MAX_NAMED} more" if len(described) > _MAX_NAMED else ""
     return GroupCallError(
@@ -191,7 +209,7 @@ def group_call_error(errors: Mapping[str, Any], results: Mapping[str, Any], size
 
 
 def cancel_all(futures: Iterable[Future[Any]]) -> bool:
-    """Cancels the futures that are not complete. Returns whether there was one."""
+    """Cancels the futures that are not complete. Returns whether there was one; False for no futures."""
     is_any_cancelled = False
     for future in futures:
         is_any_cancelled |= future.cancel()

@@ -12,10 +12,10 @@ _turns = count()
 
 
 def least_busy(candidates: Sequence[T], calls_pending: Callable[[T], int]) -> T:
-    """Returns the candidate with the fewest pending calls; of several such candidates, the next in turn.
+    """Returns the candidate with the fewest pending calls; of several such candidates, each in its turn.
 
     Args:
-        candidates: At least one.
+        candidates: The candidates, such as workers. `ValueError` is raised if there are none.
         calls_pending: Returns the number of pending calls of a candidate.
     """
     pending = [calls_pending(each) for each in candidates]

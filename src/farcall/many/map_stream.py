@@ -41,19 +41,18 @@ MIN_UNREAD = 16
 
 
 class Outcome(Generic[A_co, R_co]):
-    """What became of one item of a map."""
+    """What became of one item of a map: its result or its error. The stream of `outcomes()` of a map has these.
+
+    Args:
+        item: The item.
+        worker: The name of the worker that ran it, or was to run it; empty if there was none.
+        error: Why it failed; None if it did not.
+        value: The result; None if it failed.
+    """
 
     __slots__ = ("_error", "_item", "_value", "_worker")
 
     def __init__(self, item: A_co, worker: str, error: Exception | None, value: Any) -> None:
-        """Describes an outcome.
-
-        Args:
-            item: The item.
-            worker: The name of the worker that ran it, or was to run it; empty if there was none.
-            error: Why it failed; None if it did not.
-            value: The result; None if it failed.
-        """
         self._item = item
         self._worker = worker
         self._error = error
@@ -75,7 +74,7 @@ class Outcome(Generic[A_co, R_co]):
         return self._error
 
     def result(self) -> R_co:
-        """Returns the result. Raises the error if the item failed."""
+        """Returns what the function returned for the item. Raises the error if the item failed."""
         if self._error is not None:
             raise self._error
         return cast(R_co, self._value)
@@ -86,7 +85,9 @@ class Outcome(Generic[A_co, R_co]):
 
 
 class MapTargets(ABC, Generic[Target]):
-    """Where a map sends its items.
+    """Where a map sends its items: the base class for maps on workers and on references.
+
+    A *target* is one of the places to which an item can go: a worker, or a reference.
 
     Args:
         agent: The agent that makes the calls.
@@ -104,7 +105,10 @@ class MapTargets(ABC, Generic[Target]):
         """Returns the name of the worker of a target."""
 
     def is_lost(self, target: Target, error: BaseException | None) -> bool:
-        """Returns whether a call failed because the worker of the target was lost, and not because `func` says so."""
+        """Returns whether a call to a target failed because the worker of the target was lost.
+
+        `error` is what the call failed with; None, and an error of the function itself, return False.
+        """
         return isinstance(error, WorkerLostError) and error.worker == self.name_of(target)
 
     @abstractmethod
@@ -125,10 +129,10 @@ def checked_per_worker(per_worker: int) -> int:
 
 
 class _Entry:
-    """An item that was read.
+    """An item of a map that was read, and what became of it so far. It was not sent at first.
 
     Args:
-        index: Its position among the items.
+        index: Its position among the items, from 0 on.
         item: The item.
     """
 
@@ -138,20 +142,26 @@ class _Entry:
         self.index = index
         self.item = item
         self.target: Any = None
+        """Where it was last sent; None if it was not sent."""
         self.worker = ""
+        """The name of the worker of `target`."""
         self.future: Future[Any] | None = None
+        """The future of its result; None if it was not sent."""
         self.error: BaseException | None = None
         """Why it was not run yet; None if it was not tried."""
 
 
 class _MapRun:
-    """A map that runs. Only the code that iterates calls its methods, but for `_arrive` and `_members_changed`.
+    """A map that runs: reads items, sends them to workers, and collects the results. It starts with `advance`.
+
+    Only the code that iterates the results calls its methods, except `_arrive` and `_members_changed`, which any thread
+    may call.
 
     Args:
         targets: Where the items go.
-        items: An iterable, an async iterable, or both.
-        per_worker: How many items are under way on each worker at a time.
-        retries: Whether an item whose worker was lost goes to another one.
+        items: An iterable, an async iterable, or both. `advance` raises if it is neither.
+        per_worker: How many items are under way on each worker at a time, at least 1.
+        retries: Whether an item whose worker was lost goes to another one. If False, it fails with `WorkerLostError`.
     """
 
     def __init__(self, targets: MapTargets[Any], items: Any, per_worker: int, retries: bool) -> None:
@@ -187,14 +197,14 @@ class _MapRun:
     # What the streams use
 
     def advance(self, is_ordered: bool, is_async: bool) -> Outcome[Any, Any] | Future[None] | None:
-        """Does what can be done now: takes results that have come, and sends items.
+        """Does what can be done now, without waiting: takes results that have come, and sends items.
 
         Args:
             is_ordered: Whether to return the outcomes in the order of the items, else as they come.
             is_async: Whether this is called by a task, which can read an async iterable.
 
         Returns:
-            The next outcome; a future to wait for before the next call; or None at the end.
+            The next outcome; a future to wait for before the next call; or None at the end, and if the map is closed.
 
         Raises:
             UsageError: The items are an async iterable, and `is_async` is False.
@@ -224,7 +234,7 @@ class _MapRun:
         return None
 
     def close(self) -> None:
-        """Cancels what is under way. Does nothing the second time."""
+        """Ends the map: cancels the calls under way, and reads no more items. Does not wait. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -239,7 +249,11 @@ class _MapRun:
                 pass  # the loop is closed, and the task with it
 
     def _start(self, is_async: bool) -> None:
-        """Begins to iterate the items. Raises `UsageError` if they need `async for` and this is not one."""
+        """Begins to iterate the items, and to watch the group. `is_async` says whether a task calls this.
+
+        Raises `UsageError` if the items are an async iterable only and `is_async` is False, and `TypeError` if they
+        cannot be iterated.
+        """
         if is_async and hasattr(self._items, "__aiter__"):
             self._async_iterator = aiter(self._items)
         elif hasattr(self._items, "__aiter__") and not hasattr(self._items, "__iter__"):
@@ -252,7 +266,11 @@ class _MapRun:
     # Reading items
 
     def _next_entry(self) -> _Entry | None:
-        """Returns the next item that is to be sent; None if there is none now."""
+        """Returns the next item that is to be sent: one that must be sent again, or a new one.
+
+        Returns None if there is none now: all were read, too many results wait to be taken, a failure has ended the
+        map, or the item of an async iterable is not there yet. An error of the iterable is kept for later.
+        """
         if self._again:
             return self._again.popleft()
         window = len(self._present) * self._per_worker
@@ -278,7 +296,10 @@ class _MapRun:
         return _Entry(self._taken - 1, item)
 
     def _start_reading(self) -> None:
-        """Reads one item of the async iterable in a task of its own, so that results can be taken meanwhile."""
+        """Starts a task that reads one item of the async iterable, so that results can be taken meanwhile.
+
+        Does nothing if one is being read.
+        """
         if self._reading is None and self._async_iterator is not None:
             import asyncio  # not at the head: `import farcall` does without
 
@@ -286,7 +307,7 @@ class _MapRun:
             self._reading.add_done_callback(self._note_read)
 
     def _note_read(self, reading: asyncio.Future[Any]) -> None:
-        """Called in the event loop when an item of the async iterable is there."""
+        """Called in the event loop when `reading` has an item of the async iterable, has failed, or was cancelled."""
         self._reading = None
         error = None if reading.cancelled() else reading.exception()
         if reading.cancelled() or error is not None:
@@ -300,7 +321,11 @@ class _MapRun:
     # Sending them
 
     def _send_items(self, is_ordered: bool) -> None:
-        """Sends items to all targets that are free."""
+        """Sends items to all targets that are free, until there are no more items or no free targets.
+
+        With `is_ordered`, no new item is read after one has failed: the results after it are not wanted. If no target
+        is left, the items that wait to be sent again fail.
+        """
         if is_ordered and any(outcome.error is not None for outcome in self._finished.values()):
             self._has_failed = True  # the results behind it are not wanted
         while (target := self._free_target()) is not None:
@@ -314,7 +339,7 @@ class _MapRun:
                 self._finish(entry, entry.error)
 
     def _free_target(self) -> Any:
-        """Returns the target with the fewest items under way; None if all have `per_worker` or there is none."""
+        """Returns the target with the fewest items under way; None if all have `per_worker` items, or there is none."""
         if self._must_look:
             self._must_look = False  # before the look: a change that comes now is looked at again
             self._present = [each for each in self._targets.present() if each not in self._lost]
@@ -322,7 +347,11 @@ class _MapRun:
         return None if target is None or self._counts.get(target, 0) >= self._per_worker else target
 
     def _send(self, entry: _Entry, target: Any) -> None:
-        """Sends an item to a target."""
+        """Sends an item to a target.
+
+        If the worker cannot be reached, no more items go there, and this one is kept for another target. After another
+        error the item has failed.
+        """
         entry.target, entry.worker = target, self._targets.name_of(target)
         try:
             future = entry.future = self._targets.send(target, entry.item)
@@ -339,14 +368,17 @@ class _MapRun:
         future.watch(partial(self._arrive, entry), waker=False)
 
     def _note_lost(self, target: Any) -> None:
-        """Sends no more items to a target."""
+        """Notes that the worker of a target is lost: no more items are sent there."""
         self._lost.add(target)
         self._must_look = True
 
     # Taking results
 
     def _take_arrived(self) -> None:
-        """Takes the results that have come, and frees their targets."""
+        """Takes the results that have come, and frees their targets. Does nothing if none has come.
+
+        An item whose worker was lost is kept for another target if the map retries; else it has failed.
+        """
         while self._arrived:
             entry = self._arrived.popleft()
             del self._under_way[entry.index]
@@ -362,30 +394,33 @@ class _MapRun:
             self._finish(entry, error)
 
     def _finish(self, entry: _Entry, error: BaseException | None) -> None:
-        """Keeps what became of an item until the program asks for it."""
+        """Keeps what became of an item until the program asks for it. `error` is why it failed; None if it did not."""
         value = cast(Future[Any], entry.future).value() if error is None else None
         self._finished[entry.index] = Outcome(entry.item, entry.worker, cast("Exception | None", error), value)
 
     def _arrive(self, entry: _Entry, _: Future[Any]) -> None:
-        """Called in any thread when a result has come."""
+        """Called in any thread when the result or error of an item has come."""
         with self._lock:
             self._arrived.append(entry)
         self._wake()
 
     def _members_changed(self, _: MembershipChange) -> None:
-        """Called in any thread when the group has changed."""
+        """Called in any thread when the group has changed: the targets are looked up again."""
         self._must_look = True
         self._wake()
 
     def _wake(self) -> None:
-        """Wakes the code that waits for a change, if it waits."""
+        """Wakes the code that waits for a change; does nothing if none waits."""
         with self._lock:
             signal, self._signal = self._signal, None
         if signal is not None:
             signal.set_result(None)
 
     def _wait_for_change(self) -> Future[None]:
-        """Returns a future that is complete when a result has come, an item was read, or the group has changed."""
+        """Returns a future that completes when a result has come, an item was read, or the group has changed.
+
+        It is complete already if that has happened since it was last looked at.
+        """
         signal: Future[None] = Future()
         with self._lock:
             if not self._arrived and not self._must_look and not self._read_ahead:
@@ -396,12 +431,13 @@ class _MapRun:
 
 
 class _OutcomeStream(Stream[T_co]):
-    """A stream over a map that runs.
+    """A stream of what became of the items of a map. The end of the stream, and its last reference, end the map.
 
     Args:
         run: The map.
-        is_ordered: Whether the outcomes come in the order of the items.
-        of_outcome: Makes the item of the stream of an outcome. What it raises ends the stream.
+        is_ordered: Whether the outcomes come in the order of the items; if False, as they come.
+        of_outcome: Given an outcome, returns the item of the stream: its result, or the outcome itself. If it raises,
+            the map ends, and the stream raises the error.
     """
 
     def __init__(self, run: _MapRun, is_ordered: bool, of_outcome: Callable[[Outcome[Any, Any]], T_co]) -> None:
@@ -440,7 +476,7 @@ class _OutcomeStream(Stream[T_co]):
             self._run.close()
 
     def _begun(self) -> _MapRun:
-        """Returns the map. Raises `UsageError` if its outcomes are read through another stream."""
+        """Returns the map, and notes that it is read. Raises `UsageError` if `outcomes` gave it to another stream."""
         if self._run is None:
             raise UsageError("the outcomes of this map are read, so its results cannot be")
         self._is_begun = True
@@ -455,11 +491,14 @@ class _OutcomeStream(Stream[T_co]):
 class MapStream(_OutcomeStream[R_co], Generic[A_co, R_co]):
     """The results of a map, in the order of the items. A failure is raised in its place, and cancels the rest.
 
+    `map` of a selection of workers, and of references, returns one. Nothing runs before the first result is asked for.
+    Iterating raises what the function raised for an item, and `UnknownWorkerError` if no worker is left.
+
     Args:
-        targets: Where the items go.
-        items: An iterable or an async iterable.
-        per_worker: How many items are under way on each worker at a time.
-        retries: Whether an item whose worker was lost goes to another one.
+        targets: Where the items go: workers or references.
+        items: An iterable, or an async iterable for `async for`.
+        per_worker: How many items are under way on each worker at a time, at least 1.
+        retries: Whether an item whose worker was lost goes to another one. If False, it fails with `WorkerLostError`.
 
     Raises:
         UsageError: `items` cannot be iterated.
@@ -474,7 +513,9 @@ class MapStream(_OutcomeStream[R_co], Generic[A_co, R_co]):
         super().__init__(_MapRun(targets, items, per_worker, retries), True, Outcome.result)
 
     def outcomes(self) -> Stream[Outcome[A_co, R_co]]:
-        """Returns a stream of what became of each item, as they come. It takes the place of this stream.
+        """Returns a stream of what became of each item, in the order in which they are done. It replaces this stream.
+
+        A failure does not end that stream.
 
         Raises:
             UsageError: The results of this stream, or its outcomes, are read already.
@@ -486,5 +527,5 @@ class MapStream(_OutcomeStream[R_co], Generic[A_co, R_co]):
 
 
 def _itself(outcome: Outcome[Any, Any]) -> Outcome[Any, Any]:
-    """Returns the outcome: the item of a stream of outcomes."""
+    """Returns `outcome`, for a stream whose items are the outcomes themselves."""
     return outcome

@@ -33,6 +33,14 @@ class RRefs(Mapping[str, RRef[T_co]]):
     """References by worker name, one on each worker of a selection. `Workers.keep` returns them.
 
     References of your own work as well: `RRefs({"a": one, "b": another})`. May be sent to other workers.
+
+    Args:
+        references: The references by name. The mapping is copied.
+        timeout: The timeout of calls on them in seconds. 0 means no limit, and -1 the `rpc_timeout` of this worker.
+        is_idempotent: Whether `map` gives the items of a lost worker to another one.
+
+    Raises:
+        UsageError: `references` is not a mapping of references.
     """
 
     __slots__ = ("_is_idempotent", "_references", "_timeout")
@@ -43,16 +51,6 @@ class RRefs(Mapping[str, RRef[T_co]]):
         timeout: float = UNSET_RPC_TIMEOUT,
         is_idempotent: bool = False,
     ) -> None:
-        """Makes one object of several references.
-
-        Args:
-            references: The references by name. The mapping is copied.
-            timeout: The timeout of calls on them in seconds. 0 means no limit, and -1 the `rpc_timeout` of this worker.
-            is_idempotent: Whether `map` gives the items of a lost worker to another one.
-
-        Raises:
-            UsageError: `references` is not a mapping of references.
-        """
         if not isinstance(references, Mapping):
             raise UsageError(f"RRefs takes a mapping of references by name, not {references!r}")
         self._references = dict(references)
@@ -140,7 +138,11 @@ class RRefs(Mapping[str, RRef[T_co]]):
         return futures
 
     def _submit(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Futures[Any]:
-        """Sends a call to all values. Returns the futures by worker name. Raises as `submit` does."""
+        """Sends a call of `func(value, *args, **kwargs)` to where each value lives. Returns futures by worker name.
+
+        Raises `UsageError` if there are no references, `func` is not a function, or an argument cannot be pickled
+        (`SerializationError`).
+        """
         self._check_not_empty()
         futures = submit_to_all(list(self._references.values()), func, args, kwargs, self._timeout)
         return Futures(dict(zip(self._references, futures, strict=True)))
@@ -170,11 +172,21 @@ class RRefs(Mapping[str, RRef[T_co]]):
         *,
         per_worker: int = 1,
     ) -> MapStream[Any, Any]:
-        """Runs `func(value, item)` for each item, each where a value lives that is free; see `Workers.map`.
+        """Runs `func(value, item)` for each item, each where one of the values lives that is free.
+
+        Returns a stream of the results in the order of the items, for `for` and `async for`. Nothing runs before the
+        first result is asked for, and items are read only as they are needed. `outcomes()` of the stream gives what
+        became of each item instead. An item whose worker is lost fails with `WorkerLostError`; if `func` is marked
+        `idempotent`, or the option says so, another value gets it.
+
+        Args:
+            func: The function of a value and an item.
+            items: The items: an iterable, or an async iterable for `async for`.
+            per_worker: How many items are under way for each value at a time, at least 1.
 
         Raises:
-            UsageError: There are no references, `items` cannot be iterated, or `per_worker` is not a number of at
-                least 1.
+            UsageError: There are no references, `items` cannot be iterated, `per_worker` is not a number of at least
+                1, or this process is in no group (`NotInitializedError`).
         """
         self._check_not_empty()
         retries = self._is_idempotent or is_idempotent(func)
@@ -193,12 +205,18 @@ class RRefs(Mapping[str, RRef[T_co]]):
         return _AnyReference(self, self._timeout)
 
     def target(self, name: str) -> Target[T_co]:
-        """Returns the reference of that name, with the timeout of these references."""
+        """Returns the reference with the name `name`; its calls have the timeout of this object.
+
+        Raises `KeyError` if there is no reference of that name.
+        """
         reference = self._references[name]
         return reference if self._timeout == UNSET_RPC_TIMEOUT else reference.options(timeout=self._timeout or None)
 
     def present(self) -> list[str]:
-        """Returns the names of the references whose owners are in the group now, perhaps none."""
+        """Returns the names of the references whose owners are in the group now; an empty list if there are none.
+
+        Raises `NotInitializedError` if this process is in no group.
+        """
         present = set(current.current_agent().get_worker_infos())
         return [name for name, reference in self._references.items() if reference.owner() in present]
 
@@ -215,11 +233,11 @@ class RRefs(Mapping[str, RRef[T_co]]):
 
 
 class _AnyReference(Target[T_co]):
-    """An object whose every call goes to one of several values.
+    """An object whose every call goes to one of several values: that whose owner has the fewest calls under way.
 
     Args:
-        references: The references to choose from.
-        timeout: The timeout of the calls; see `RRefs`.
+        references: The references to choose from, at least one.
+        timeout: The timeout of the calls in seconds. 0 means no limit, and -1 the `rpc_timeout` of this worker.
     """
 
     __slots__ = ("_references", "_timeout")
@@ -230,14 +248,22 @@ class _AnyReference(Target[T_co]):
 
     @property
     def _handle(self) -> Handle:  # type: ignore[override]
-        """The handle of the value that is chosen now. `Target` reads this once for each call."""
+        """The handle of the value that is chosen for the next call. `Target` reads this once for each call.
+
+        Chooses among the values whose owners are in the group; among all if there is none. Raises `NotInitializedError`
+        if this process is in no group.
+        """
         agent = current.current_agent()
         names = self._references.present() or list(self._references)
         chosen = least_busy(names, lambda name: agent.calls_pending(self._references[name].owner()))
         return self._references[chosen].handle
 
     def options(self, **options: Unpack[CallOptions]) -> Target[T_co]:
-        """Returns another object of the same kind; see `Target.options`."""
+        """Returns the same object with these options for its calls. This object does not change.
+
+        The only option is `timeout`, in seconds and more than 0; None for no limit. Without it the timeout stays as it
+        was. Raises `RpcTimeoutError` if it is 0, and `UsageError` for another option or a timeout that is not valid.
+        """
         return _AnyReference(self._references, call_timeout(options, self._timeout))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -248,11 +274,14 @@ class _AnyReference(Target[T_co]):
 
 
 class _MapOnReferences(MapTargets[str]):
-    """Where a map on references sends its items.
+    """Where a map on references sends its items: to the values whose owners are in the group. A target is a name.
 
     Args:
-        references: The references.
-        function: The function of a value and an item.
+        references: The references by name.
+        function: Called at the owner with the value and an item.
+
+    Raises:
+        NotInitializedError: This process is in no group.
     """
 
     def __init__(self, references: RRefs[Any], function: Callable[..., Any]) -> None:

@@ -44,6 +44,19 @@ class Workers:
 
     Immutable; may be sent to other workers. It is looked up anew for each operation. An operation on a selection that
     is empty then raises `UnknownWorkerError`.
+
+    Programs call `farcall.workers` or `group.workers` instead of the constructor. Nothing is looked up here.
+
+    Args:
+        names: Names and patterns of names; empty for all workers.
+        where: Returns whether a worker is in the selection; None for all of those names.
+        others: Whether to leave out this worker.
+        agent: The agent that makes the calls; None for the agent that is current at each use.
+        timeout: The timeout of the calls in seconds. 0 means no limit, and -1 the `rpc_timeout` of the agent.
+        is_idempotent: Whether `map` gives the items of a lost worker to another one.
+
+    Raises:
+        UsageError: A name is not a str, or `where` cannot be called.
     """
 
     __slots__ = ("_agent", "_is_idempotent", "_names", "_others", "_timeout", "_where")
@@ -57,19 +70,6 @@ class Workers:
         timeout: float = UNSET_RPC_TIMEOUT,
         is_idempotent: bool = False,
     ) -> None:
-        """Describes a selection. Programs use `farcall.workers` or `group.workers` instead. Nothing is looked up.
-
-        Args:
-            names: Names and patterns of names; empty for all workers.
-            where: Returns whether a worker is in the selection; None for all of those names.
-            others: Whether to leave out this worker.
-            agent: The agent that makes the calls; None for the agent that is current at each use.
-            timeout: The timeout of the calls in seconds. 0 means no limit, and -1 the `rpc_timeout` of the agent.
-            is_idempotent: Whether `map` gives the items of a lost worker to another one.
-
-        Raises:
-            UsageError: A name is not a str, or `where` cannot be called.
-        """
         for name in names:
             if not isinstance(name, str):
                 raise UsageError(f"workers() takes names of workers, or patterns such as 'rollout*', not {name!r}")
@@ -89,7 +89,7 @@ class Workers:
         return iter([Worker(info.name, self._agent, self._timeout) for info in self.infos(self._acting_agent())])
 
     def __len__(self) -> int:
-        """Returns how many workers are in the selection now."""
+        """Returns how many workers are in the selection now. Raises `NotInitializedError` without a group."""
         return len(self.infos(self._acting_agent()))
 
     def infos(self, agent: RpcAgent) -> list[WorkerInfo]:
@@ -102,7 +102,7 @@ class Workers:
         return infos if self._where is None else [info for info in infos if self._where(info)]
 
     def chosen(self, agent: RpcAgent) -> list[WorkerInfo]:
-        """Returns the same as `infos`. Raises `UnknownWorkerError` if there are none."""
+        """Returns the workers that are in the selection now, by rank. Raises `UnknownWorkerError` if there are none."""
         infos = self.infos(agent)
         if not infos:
             known = ", ".join(repr(info.name) for info in agent.get_worker_infos())
@@ -110,7 +110,10 @@ class Workers:
         return infos
 
     def _acting_agent(self) -> RpcAgent:
-        """Returns the agent that makes the calls. Raises `NotInitializedError` if this process is in no group."""
+        """Returns the agent that makes the calls: that of this selection, or the current one.
+
+        Raises `NotInitializedError` if this process is in no group, and `ExpelledError` if the group has expelled it.
+        """
         agent = self._agent or current.current_agent()
         if agent.closed is not None:
             raise agent.closed
@@ -179,7 +182,11 @@ class Workers:
         return futures
 
     def _submit(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Futures[Any]:
-        """Sends a call to all workers. Returns the futures by worker name. Raises as `submit` does."""
+        """Sends a call of `func(*args, **kwargs)` to all workers of the selection. Returns the futures by worker name.
+
+        Raises `UsageError` if the selection is empty (`UnknownWorkerError`), an argument cannot be pickled
+        (`SerializationError`), or this process is in no group (`NotInitializedError`).
+        """
         agent = self._acting_agent()
         infos = self.chosen(agent)
         calls = agent.call_many(infos, func, args or None, kwargs or None, self._timeout)
@@ -259,7 +266,8 @@ class Workers:
         """Returns a handle whose calls go to one worker of the selection each.
 
         That is the worker with the fewest calls of this process under way; of several such workers, the next in turn.
-        The handle follows the selection: it is looked up for each call.
+        The handle follows the selection, which is looked up for each call. A call while it is empty raises
+        `UnknownWorkerError`.
         """
         return _AnyWorker(self, self._agent, self._timeout)
 
@@ -329,7 +337,7 @@ class _AnyWorker(Worker):
     Args:
         selection: The selection.
         agent: The agent that makes the calls; None for the agent that is current at each use.
-        timeout: The timeout of the calls; see `Worker`.
+        timeout: The timeout of the calls in seconds. 0 means no limit, and -1 the `rpc_timeout` of the agent.
     """
 
     __slots__ = ("_selection",)
@@ -341,18 +349,30 @@ class _AnyWorker(Worker):
 
     @property
     def _key(self) -> WorkerInfo:  # type: ignore[override]
-        """The worker that is chosen now. `Worker` reads this once for each call."""
+        """The worker that is chosen for the next call. `Worker` reads this once for each call.
+
+        Raises `UnknownWorkerError` if the selection is empty, and `NotInitializedError` if this process is in no group.
+        """
         agent = self._agent or current.current_agent()
         if agent.closed is not None:
             raise agent.closed
         return least_busy(self._selection.chosen(agent), agent.calls_pending)
 
     def options(self, **options: Unpack[CallOptions]) -> Worker:
-        """Returns another handle of the same kind; see `Worker.options`."""
+        """Returns the same handle with these options for its calls. This handle does not change.
+
+        The only option is `timeout`, in seconds and more than 0; None for no limit. Without it the timeout stays as it
+        was. Raises `RpcTimeoutError` if it is 0, and `UsageError` for another option or a timeout that is not valid.
+        """
         return _AnyWorker(self._selection, self._agent, call_timeout(options, self._timeout))
 
     def wait_joined(self, timeout: float | None = None) -> Worker:
-        """Waits until there is a worker in the selection; see `Worker.wait_joined`."""
+        """Waits until there is a worker in the selection, and returns this handle.
+
+        `timeout` is how many seconds to wait at most; None for no limit. 0 checks once. Raises `RpcTimeoutError` if
+        none has joined in time, `UnknownWorkerError` if the group is fixed and has none, and `UsageError` if `timeout`
+        is not valid.
+        """
         self._selection.wait_joined(1, timeout)
         return self
 
@@ -367,13 +387,13 @@ class _AnyWorker(Worker):
 
 
 class _MapOnWorkers(MapTargets[WorkerInfo]):
-    """Where a map on a selection sends its items.
+    """Where a map on a selection sends its items: to the workers that are in the selection at that moment.
 
     Args:
         selection: The selection.
         agent: The agent that makes the calls.
         function: The function of one item.
-        timeout: The timeout of each call; see `Workers`.
+        timeout: The timeout of each call in seconds. 0 means no limit, and -1 the `rpc_timeout` of the agent.
     """
 
     def __init__(self, selection: Workers, agent: RpcAgent, function: Callable[..., Any], timeout: float) -> None:

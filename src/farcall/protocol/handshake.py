@@ -107,10 +107,12 @@ class Challenge(msgspec.Struct, tag="challenge", frozen=True):
 
 
 class Proof(msgspec.Struct, tag="proof", frozen=True):
-    """Shows that its sender knows the secret, without revealing it: a MAC over the messages before."""
+    """Shows that its sender knows the secret, without revealing it.
+
+    `mac` is a message authentication code over the earlier messages of the handshake, made with the secret.
+    """
 
     mac: Token
-    """The message authentication code."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):

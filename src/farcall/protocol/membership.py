@@ -101,25 +101,24 @@ class Membership:
     The view is the set of workers that this worker believes to be members or gone. Each public method processes one
     event, and returns a list of effects: messages to send, and changes of the group. The caller must carry them out in
     the order of the list. It is empty if there is nothing to do. Nothing is sent here, and no clock is read.
+
+    At first this worker is the only member in the view. The caller must call `started` once. Messages may be processed
+    before that.
+
+    Args:
+        me: This worker.
+        pick: Returns a random number from 0 to its argument minus one.
+        interval: Seconds in which each watched neighbour gets one heartbeat.
+        patience: The timeout: the least seconds of silence before a worker is declared lost. At least three
+            intervals.
+
+    Raises:
+        UsageError: `interval` is not positive, or the timeout is shorter than three intervals.
     """
 
     def __init__(
         self, me: Member, pick: Callable[[int], int], *, interval: float = INTERVAL, patience: float = PATIENCE
     ) -> None:
-        """Creates the view of a group whose only member is this worker.
-
-        The caller must call `started` once. Messages may be processed before that.
-
-        Args:
-            me: This worker.
-            pick: Returns a random number from 0 to its argument minus one.
-            interval: Seconds in which each watched neighbour gets one heartbeat.
-            patience: The timeout: the least seconds of silence before a worker is declared lost. At least three
-                intervals.
-
-        Raises:
-            UsageError: `interval` is not positive, or the timeout is shorter than three intervals.
-        """
         self.me = me
         self.members = Members()
         self.members.learn(News((me,)))  # others may say something before this worker has even started
@@ -354,7 +353,10 @@ class Membership:
         return effects
 
     def _wanted(self, sender: Worker, wanted: Wanted) -> list[Effect]:
-        """Returns a message with all that is known about the wanted numbers; an empty list if nothing is known."""
+        """Answers a worker that has asked about workers by their numbers.
+
+        Returns the effect that sends it all that this worker knows of them; an empty list if it knows none of them.
+        """
         news = self.members.about(wanted.numbers)
         return [SendMessage(sender, news)] if news != News() else []
 

@@ -93,21 +93,25 @@ class Compare(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Asks for all that the receiver knows about some numbers. The receiver answers with `News`."""
+    """Asks for all that the receiver knows about some workers. The receiver answers with `News`.
+
+    `numbers` has the numbers of these workers, as pairs of first and last number.
+    """
 
     numbers: _Ranges
-    """The numbers, as pairs of first and last number."""
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Says that these workers do not answer the sender. The receiver pings them, and sends `Alive` for each answer."""
+    """Says that some workers do not answer the sender. The receiver pings them, and sends `Alive` for each answer.
+
+    `targets` has the numbers of these workers.
+    """
 
     targets: Annotated[tuple[WorkerNumber, ...], msgspec.Meta(max_length=MAX_ITEMS)]
-    """The numbers of the silent workers."""
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Says that a worker has answered the sender. The receiver has asked about that worker with `Probe`."""
+    """Says that the worker number `target` has answered the sender. The receiver has asked about it with `Probe`."""
 
     target: WorkerNumber
 
@@ -189,7 +193,12 @@ class Started(NamedTuple):
 
 
 class MessageReceived(NamedTuple):
-    """A message of another worker has arrived, perhaps not for the first time."""
+    """A message of another worker has arrived, perhaps not for the first time.
+
+    Attributes:
+        sender: The number of that worker.
+        message: The message, decoded.
+    """
 
     sender: Worker
     message: Message
@@ -202,13 +211,16 @@ class Ticked(NamedTuple):
 
 
 class PeerHeard(NamedTuple):
-    """Something other than a membership message has arrived from this worker, such as a call, so it is alive."""
+    """Something other than a membership message, such as a call, has arrived from the worker number `worker`."""
 
     worker: Worker
 
 
 class PeerUnreachable(NamedTuple):
-    """This worker has closed its connection, and its address refuses new ones, so its process has ended."""
+    """The process of the worker with the number `worker` has ended.
+
+    Its connection is closed, and its address refuses new ones.
+    """
 
     worker: Worker
 
@@ -235,19 +247,19 @@ class SendMessage(NamedTuple):
 
 
 class MemberJoined(NamedTuple):
-    """Another worker has joined the group. Returned once for each number, before all other effects about it."""
+    """Another worker, `member`, has joined the group. Returned once for each number, before other effects about it."""
 
     member: Member
 
 
 class MemberLeft(NamedTuple):
-    """A member has left the group. No effect about this number follows."""
+    """`member` has left the group. No effect about its number follows."""
 
     member: Member
 
 
 class MemberLost(NamedTuple):
-    """A member was lost. No effect about this number follows."""
+    """`member` was lost: it died or was silent for too long. No effect about its number follows."""
 
     member: Member
 

@@ -38,16 +38,17 @@ class Ranges:
     """A set of numbers from 0 to `LARGEST`, stored as ranges.
 
     A range is a pair of first and last number, both included.
+
+    Args:
+        ranges: The ranges whose numbers are in the set at first. They may overlap. Empty for an empty set.
+
+    Raises:
+        ProtocolError: A range begins below 0, ends above `LARGEST`, or ends before it begins.
     """
 
     __slots__ = ("_firsts", "_lasts", "digest")
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
-        """Creates a set with the numbers of these ranges, which may overlap; an empty set for none.
-
-        Raises:
-            ProtocolError: A range begins below 0, ends above `LARGEST`, or ends before it begins.
-        """
         self._firsts: list[int] = []
         self._lasts: list[int] = []
         self.digest = 0

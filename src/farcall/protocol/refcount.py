@@ -86,15 +86,18 @@ from farcall.protocol.watermark import Watermark
 
 
 class OwnedEntry:
-    """What an owner knows about one of its references: whether it was created, and who has handles and forks of it."""
+    """What an owner knows about one of its references: whether it was created, and who has handles and forks of it.
+
+    A new entry has no handles and no forks.
+
+    Args:
+        created: Whether the request that creates the reference has arrived. False if only a worker that was given the
+            reference has named it so far.
+    """
 
     __slots__ = ("created", "forks", "handles", "refused")
 
     def __init__(self, created: bool) -> None:
-        """Creates an entry without handles and forks.
-
-        `created` is False if the creator's request has not arrived yet.
-        """
         self.created = created
         """False while the creator's request has not arrived."""
         self.refused = False
@@ -123,19 +126,21 @@ CONFIRMED: Final = ForkState.CONFIRMED
 
 
 class UserFork:
-    """A fork that this worker holds: its copy of a reference whose value lives on another worker."""
+    """A fork that this worker holds: its copy of a reference whose value lives on another worker.
+
+    At first the fork was neither dropped by the program nor passed on to other workers.
+
+    Args:
+        reference: The reference of which this is a fork.
+        state: Whether the owner counts the fork.
+        parent: The worker that passed the reference to this one, and keeps its own fork until this worker sends it
+            `ChildAccepted`. None if no worker waits for that: this worker created the reference, its owner passed it,
+            the worker that passed it is gone, or it was told already.
+    """
 
     __slots__ = ("children", "dropped", "parent", "reference", "state")
 
     def __init__(self, reference: RRefId, state: ForkState, parent: Worker | None) -> None:
-        """Creates a fork that was not dropped and was not passed on to other workers.
-
-        Args:
-            reference: The reference of which this is a fork.
-            state: Whether the owner counts the fork.
-            parent: The worker that passed the reference to this one and waits for `ChildAccepted`; None if no worker
-                waits.
-        """
         self.reference = reference
         self.state = state
         self.parent = parent
@@ -164,15 +169,15 @@ class ReferenceCounts:
 
     Each method processes one event. Most return a list of effects, such as messages to send and values to release. The
     caller must carry them out in the order of the list.
+
+    The tables are empty at first. `add_worker` must be called for all workers of the group, including this one.
+
+    Args:
+        me: The number of this worker.
+        new_token: Returns the secret token of a new reference: `TOKEN_SIZE` bytes that nobody can guess.
     """
 
     def __init__(self, me: Worker, new_token: Callable[[], bytes]) -> None:
-        """Creates empty tables. `add_worker` must be called for all workers of the group, including this one.
-
-        Args:
-            me: The number of this worker.
-            new_token: Returns the secret token of a new reference: `TOKEN_SIZE` bytes that nobody can guess.
-        """
         self.me = me
         self.new_token = new_token
         self.owned: dict[RRefId, OwnedEntry] = {}
@@ -831,7 +836,10 @@ class ReferenceCounts:
     # What follows
 
     def _tell_parent(self, parent: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Returns `ChildAccepted` to the worker `parent`, which passed the fork on; empty if it is not in the group."""
+        """Returns the effect that sends `ChildAccepted` to `parent`: the worker that passed the fork on need not wait.
+
+        Returns an empty list if that worker is not in the group any more.
+        """
         told = new_tuple(ChildAccepted, (reference, fork))
         return [new_tuple(SendMessage, (parent, told))] if parent in self.workers else []
 

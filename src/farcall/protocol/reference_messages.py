@@ -23,23 +23,23 @@ class CreateRequest(NamedTuple):
 
 
 class ForkRequest(NamedTuple):
-    """Holder to owner: count this fork, which another worker passed to the holder."""
+    """Holder to owner: count this fork of the reference, which another worker passed to the holder."""
 
     reference: RRefId
     fork: ForkId
 
 
 class ForkAccepted(NamedTuple):
-    """Owner to holder: the owner counts the fork now."""
+    """Owner to holder: the owner counts this fork of the reference now. The answer to `ForkRequest`."""
 
     reference: RRefId
     fork: ForkId
 
 
 class ForkRefused(NamedTuple):
-    """Owner to holder: the fork is not counted, because there is no value.
+    """Owner to holder: this fork of the reference is not counted, because there is no value.
 
-    The handle of the fork must raise when used.
+    The other answer to `ForkRequest`. The handle of the fork must raise when used.
     """
 
     reference: RRefId
@@ -47,9 +47,9 @@ class ForkRefused(NamedTuple):
 
 
 class ChildAccepted(NamedTuple):
-    """Sent to the worker that passed a fork on: the owner counts the fork, or it has ended.
+    """Sent to the worker that passed this fork of the reference on: the owner counts it now, or it has ended.
 
-    The receiver kept its own fork, the parent, until now.
+    The receiver kept its own fork of the reference until now, so that the value lives.
     """
 
     reference: RRefId
@@ -57,17 +57,17 @@ class ChildAccepted(NamedTuple):
 
 
 class UserDeleted(NamedTuple):
-    """Holder to owner: the holder has dropped the fork, so the owner counts one less."""
+    """Holder to owner: the holder has dropped this fork of the reference, so the owner counts one less."""
 
     reference: RRefId
     fork: ForkId
 
 
 class CancelCreate(NamedTuple):
-    """Creator to owner: nobody wants the value of this remote call any more. Changes no count.
+    """Creator to owner: nobody wants the value of a call made by `remote` any more. Changes no count.
 
-    The owner stops the function if it still runs, and an error takes the place of the value. The reference lives on:
-    every use of it raises that error.
+    `reference` is that of the value, and `fork` the fork of it that the creator holds. The owner stops the function if
+    it still runs, and an error takes the place of the value. The reference lives on: every use of it raises that error.
     """
 
     reference: RRefId
@@ -103,7 +103,7 @@ class ReleaseValue(NamedTuple):
 
 
 class ConfirmHandle(NamedTuple):
-    """Note that the owner counts this fork, which this worker holds."""
+    """Note that the owner counts this fork of the reference, which this worker holds."""
 
     reference: RRefId
     fork: ForkId
@@ -122,7 +122,7 @@ class RefuseHandle(NamedTuple):
 
 
 class OrphanHandle(NamedTuple):
-    """Make every use of this fork's handle raise: its owner is gone, and the value with it."""
+    """Make every use of this fork's handle raise: the owner of the reference is gone, and the value with it."""
 
     reference: RRefId
     fork: ForkId

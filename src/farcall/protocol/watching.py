@@ -77,12 +77,17 @@ def check_heartbeat(interval: float, patience: float) -> None:
 
 
 class Neighbour:
-    """What a watcher knows about one worker that it watches. All times are those of the watcher's own clock."""
+    """What a watcher knows about one worker that it watches. All times are those of the watcher's own clock.
+
+    At first the worker was not pinged.
+
+    Args:
+        now: The time from which on the worker is watched. It counts as heard then.
+    """
 
     __slots__ = ("asked_others", "heard", "pinged", "questions", "unanswered")
 
     def __init__(self, now: float) -> None:
-        """Creates the state of a worker that is watched from `now` on and was not pinged yet."""
         self.heard = now
         """When something last arrived from the worker, or was reported by another one; at first, when watching
         began."""
@@ -106,18 +111,18 @@ class Watching:
 
     It has its own clock, which leaves out time in which this worker itself did not run. A *tick* is one call of
     `advance`. A *turn* is a third of an interval; in each turn some watched workers are pinged.
+
+    At first nobody is watched.
+
+    Args:
+        interval: Seconds in which each watched worker is pinged once.
+        patience: The timeout: the least seconds of silence before a watched worker is declared lost.
+
+    Raises:
+        UsageError: `interval` is not positive, or the timeout is shorter than three intervals.
     """
 
     def __init__(self, interval: float, patience: float) -> None:
-        """Creates the state of a worker that watches nobody yet.
-
-        Args:
-            interval: Seconds in which each watched worker is pinged once.
-            patience: The timeout: the least seconds of silence before a watched worker is declared lost.
-
-        Raises:
-            UsageError: `interval` is not positive, or the timeout is shorter than three intervals.
-        """
         check_heartbeat(interval, patience)
         self.interval = interval
         self.patience = patience
@@ -210,7 +215,7 @@ class Watching:
         self.watched = {worker: watched.get(worker) or Neighbour(self._clock) for worker in neighbours}
 
     def forget(self, worker: Worker) -> None:
-        """Forgets when a worker that is gone was heard. Does nothing if it was never heard."""
+        """Removes the time at which `worker` was last heard. Called when it is gone. Does nothing if there is none."""
         self._heard.pop(worker, None)
 
     def to_ping(self) -> list[Worker]:

@@ -75,6 +75,16 @@ class Agent(RpcAgent):
     Create it, call `start` once, and call `shutdown` at the end. After `shutdown`, every call raises
     `NotInitializedError`.
 
+    The constructor joins the group. Other workers cannot call this worker before `start`.
+
+    Args:
+        name: The name of this worker. No other worker of the group may have it.
+        rendezvous: Where the workers of the group find each other.
+        options: The options of the program. The agent keeps a frozen copy, so later changes have no effect.
+        transports: The transports by scheme, such as "tcp", in order of preference. Those that do not work on this
+            machine are skipped.
+        credentials: How this worker authenticates itself; None to create the credentials from `options`.
+
     Attributes:
         reference_store: The references of this worker.
         failure_to_send: For a subclass. Given a function's name and its error, returns the error to send to the caller.
@@ -83,6 +93,11 @@ class Agent(RpcAgent):
             function itself is run.
         honours_deadlines: For a subclass. Whether calls inherit deadlines, and a call is cancelled when its caller
             stops waiting.
+
+    Raises:
+        RendezvousError: The group could not be joined, for example within `options.init_timeout` seconds. Nothing
+            is left running.
+        UsageError: No transport works on this machine, or an option is not valid.
     """
 
     reference_store: ReferenceStore
@@ -98,21 +113,6 @@ class Agent(RpcAgent):
         transports: Mapping[str, Transport],
         credentials: Credentials | None = None,
     ) -> None:
-        """Joins the group. Other workers cannot call this worker before `start`.
-
-        Args:
-            name: The name of this worker. No other worker of the group may have it.
-            rendezvous: Where the workers of the group find each other.
-            options: The options of the program. The agent keeps a frozen copy, so later changes have no effect.
-            transports: The transports by scheme, such as "tcp", in order of preference. Those that do not work on this
-                machine are skipped.
-            credentials: How this worker authenticates itself; None to create the credentials from `options`.
-
-        Raises:
-            RendezvousError: The group could not be joined, for example within `options.init_timeout` seconds. Nothing
-                is left running.
-            UsageError: No transport works on this machine, or an option is not valid.
-        """
         options = self.options = options.frozen_copy()
         self.device_maps = options.device_maps
         """For code that moves tensors. The agent itself does not use it."""

@@ -67,18 +67,35 @@ references in the arguments, and the call as interceptors see it."""
 
 
 class _RemoteCall(NamedTuple):
-    """What is sent with a remote call."""
+    """What is sent with a call of `remote`, whose result stays at the callee.
+
+    Attributes:
+        function: The function, or the name of a method of the value of a reference.
+        args: The positional arguments; empty for none.
+        kwargs: The keyword arguments; None for none.
+        annotations: Named values for the interceptors of the callee; empty for none.
+        seconds: The result must be there within so many seconds; 0 for no limit.
+    """
 
     function: Callee
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
     annotations: Mapping[str, bytes]
     seconds: float
-    """Within which the result must be there; 0 for no limit."""
 
 
 class Caller:
-    """Makes the calls of one worker: calls that return a result, calls of `remote`, and calls on references."""
+    """Makes the calls of one worker: calls that return a result, calls of `remote`, and calls on references.
+
+    Args:
+        parts: The objects that the connections and calls of this worker share, such as its executor.
+        info: The name and id of this worker.
+        peers: The table of the workers of the group. Its `closed` is the error of every call after this worker was
+            shut down or expelled.
+        rpc_timeout: The timeout in seconds of calls that do not give one; 0 for no limit.
+        submit_own_call: Queues a call that this worker makes to itself with `remote`. Called with the function as
+            encoded in a frame, and the job that runs the call.
+    """
 
     def __init__(
         self,
@@ -88,16 +105,6 @@ class Caller:
         rpc_timeout: float,
         submit_own_call: Callable[[bytes, Job], None],
     ) -> None:
-        """Creates the caller of one worker.
-
-        Args:
-            parts: The parts of this worker.
-            info: The name and id of this worker.
-            peers: The table of the workers of the group.
-            rpc_timeout: The timeout in seconds of calls that do not give one; 0 for no limit.
-            submit_own_call: Queues a call that this worker makes to itself with `remote`. Called with the encoded
-                callee and the job that runs the call.
-        """
         self.info = info
         self.rpc_timeout = rpc_timeout
         self._parts = parts
@@ -109,7 +116,7 @@ class Caller:
 
     @property
     def numbered(self) -> Mapping[int, Peer]:
-        """All workers by number, including some that have left or were lost."""
+        """The workers of the group by number, this one included, and some that have left or were lost."""
         return self._peers.by_number
 
     # Calls
@@ -180,7 +187,7 @@ class Caller:
         return future
 
     def _find_scope(self) -> Scope | None:
-        """Returns the scope to which a new call belongs; None if it belongs to none."""
+        """Returns the scope of the running code, whose calls share a deadline and are cancelled together, or None."""
         found = self._current_scope()
         return found.find() if found is not None else None
 
@@ -244,7 +251,10 @@ class Caller:
         return peer is None or peer.connection is None
 
     def calls_pending(self, worker: WorkerInfo) -> int:
-        """Returns how many calls of this worker to another one are under way; 0 if it is not known."""
+        """Returns how many calls of this worker to `worker` wait for a reply, without those made by `remote`.
+
+        Returns 0 if that worker is not known, or there is no connection to it.
+        """
         peer = self._peers.by_key.get(worker)
         if peer is None:
             return 0
@@ -274,6 +284,13 @@ class Caller:
             kwargs: The keyword arguments; None for none.
             timeout: How many seconds the call may take; 0 for no limit.
             intercepted: The call as interceptors see it, which has the annotations; None without interceptors.
+
+        Raises:
+            UsageError: The call is too large for the other worker.
+            SerializationError: An argument cannot be pickled.
+            RpcTimeoutError: The timeout expired before the call was sent.
+            WorkerLostError: The worker cannot be reached.
+            RpcError: This worker was shut down or expelled.
         """
         packed = self._pack_arguments(peer.info.name, function, callee, args, kwargs)
         return self._send_call(peer, function, callee, packed, timeout, intercepted)
@@ -287,9 +304,24 @@ class Caller:
         timeout: float,
         intercepted: ClientCall | None = None,
     ) -> PendingCall | UnsentCall:
-        """Sends a call whose arguments are pickled to a worker, and returns its future.
+        """Sends a call whose arguments are pickled to a worker, and returns its future. Connects first if necessary.
 
-        The parameters are those of `_call`, and `packed` is what `_pack_arguments` returned. Its buffers are emptied.
+        Args:
+            peer: The worker.
+            function: The function or the name of the method, for messages.
+            callee: The function or method to call, as encoded in a frame; empty if it is in the payload.
+            packed: The payload, the buffers, and the handles of references in the arguments. The list of buffers is
+                emptied.
+            timeout: How many seconds the call may take, the time to connect included; 0 for no limit.
+            intercepted: The call as interceptors see it, which has the annotations; None without interceptors.
+
+        Raises:
+            UsageError: The call is too large for the other worker.
+            TypeError, ValueError: An annotation is not valid, or the annotations are too large.
+            SerializationError: The call has too many references for one frame.
+            RpcTimeoutError: The timeout expired before the call was sent.
+            WorkerLostError: The worker cannot be reached.
+            RpcError: This worker was shut down or expelled, or a handle cannot be used any more.
         """
         payload, buffers, handles = packed
         connection, spent = peer.connection, 0.0
@@ -389,13 +421,16 @@ class Caller:
     def _pack_arguments(
         self, worker: str, function: Callee, callee: bytes, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[bytes, list[memoryview], list[Handle]]:
-        """Pickles the arguments of a call. `worker` is the name of the callee, for messages; empty for several.
+        """Pickles the arguments of a call, and the function if `callee`, the encoded function or method, is empty.
+
+        `worker` is the name of the worker that is called, for messages; empty if there are several. `function` is for
+        messages as well. `args` may be empty, and `kwargs` empty or None.
 
         Returns:
             The payload, the buffers, and the handles of references in the arguments. Each may be empty.
 
         Raises:
-            SerializationError: An argument cannot be pickled.
+            SerializationError: An argument, or the function, cannot be pickled.
         """
         if not args and not kwargs and callee:
             return b"", [], []
@@ -419,8 +454,19 @@ class Caller:
     ) -> Future[Any]:
         """Runs the client interceptors around a call. Returns the future that the outermost one returns.
 
-        `handle` is None for a function. For a method, it is the handle of the value that has the method. The other
-        arguments are those of `call`.
+        Args:
+            peer: The worker that is called.
+            function: The function, or the name of the method.
+            handle: For a method, the handle of the value that has the method; None for a function.
+            args: The positional arguments; None or empty for none.
+            kwargs: The keyword arguments; None or empty for none.
+            timeout: How many seconds the call may take; 0 for no limit.
+            unattended: Whether a thread of the executor reads the reply, because the calling thread will not wait.
+
+        Raises:
+            UsageError: An interceptor has set a function or timeout that is not valid, or returns no future.
+            Exception: What an interceptor raises, and the errors of sending: an argument cannot be pickled, or the
+                worker cannot be reached.
         """
         scope = self._find_scope()
         call = ClientCall(
@@ -441,7 +487,9 @@ class Caller:
         return run_client_interceptors(self._interceptors.client, call, send)  # type: ignore[no-any-return]
 
     def _callee_of(self, call: ClientCall, handle: Handle | None) -> bytes:
-        """Returns the encoded callee of a call that interceptors may have changed; empty if it must be pickled.
+        """Returns the function or method of a call that interceptors may have changed, as encoded in a frame.
+
+        Returns empty bytes if the function must be pickled.
 
         `handle` is that of the value whose method is called; None for a function. Raises `UsageError` if an interceptor
         has set a function or timeout that is not valid.
@@ -475,7 +523,8 @@ class Caller:
 
         Args:
             handle: A handle of the reference.
-            what: METHOD, VALUE, PRESENCE or TYPE (`protocol.frames`).
+            what: METHOD to call a method, VALUE to ask for the value, PRESENCE to ask whether it exists, TYPE to ask
+                for its type. It is not checked.
             method: The name of the method; for other requests a name for messages.
             args: The positional arguments of the method; empty for none.
             kwargs: Its keyword arguments; None for none.
@@ -490,7 +539,7 @@ class Caller:
 
         Raises:
             OwnerLostError: The owner was lost.
-            ReferenceRefusedError: The owner could not count this handle's fork.
+            ReferenceRefusedError: The worker that passed the reference on died before the owner could count this fork.
             SerializationError: An argument cannot be pickled.
             UsageError: The handle was given up, an argument is not valid, or this worker was shut down.
             RpcTimeoutError: The timeout expired before the request was sent.
@@ -539,10 +588,12 @@ class Caller:
             timeout: How many seconds each call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
 
         Returns:
-            A future for each handle, in the same order. It has failed if the call could not be sent: see `call_on`.
+            A future for each handle, in the same order. If the call could not be sent, the future has failed with the
+            error, such as `OwnerLostError`.
 
         Raises:
             SerializationError: An argument cannot be pickled.
+            UsageError: `timeout` is not valid.
             RpcError: This worker was shut down or expelled.
         """
         if self._peers.closed is not None:
@@ -580,7 +631,9 @@ class Caller:
         Raises:
             RpcTimeoutError: The value did not arrive in time.
             OwnerLostError: The owner was lost.
-            RpcError: The reference cannot be used any more, or the owner cannot be reached: see `call_on`.
+            RpcError: The reference cannot be used any more, the owner cannot be reached (`WorkerLostError`), or this
+                worker was shut down or expelled.
+            UsageError: `timeout` is not valid.
             Exception: The error of the function that should have made the value.
         """
         creation = handle.creation
@@ -601,13 +654,20 @@ class Caller:
         return wait_or_cancel(self.call_on(handle, VALUE, "to_here", (), None, timeout))
 
     def _callee_on(self, handle: Handle, what: bytes, method: str) -> bytes:
-        """Returns the encoded callee of a request about a reference. `method` is used only if `what` is METHOD."""
+        """Returns what a request does with the value of a reference, as encoded in a frame.
+
+        `what` says what is asked for: METHOD (a call of the method with the name `method`), VALUE, PRESENCE or TYPE. It
+        is not checked. `method` is used only for METHOD.
+        """
         if handle.packed is None:
             handle.packed = pack_handle(handle.reference, handle.fork or ForkId(self._store.me, 0))
         return what + handle.packed + method.encode() if what == METHOD else what + handle.packed
 
     def _owner_of(self, handle: Handle) -> Peer:
-        """Returns the owner of a reference. Raises `OwnerLostError` if it is gone and not remembered any more."""
+        """Returns the owner of a reference, also if it is gone and still remembered.
+
+        Raises `OwnerLostError` if it is not remembered any more.
+        """
         peer = self._peers.by_number.get(handle.reference.owner)
         if peer is None:  # lost long ago, and not remembered any more
             raise OwnerLostError(f"the owner of {handle.reference} is gone, and the value with it")
@@ -675,12 +735,15 @@ class Caller:
             method: The name of the method.
             args: Its positional arguments; empty for none.
             kwargs: Its keyword arguments; None for none.
+            timeout: The method is cancelled if there is no result within so many seconds; 0 and `UNSET_RPC_TIMEOUT`
+                for no limit but that of the scope.
 
         Raises:
             OwnerLostError: The owner was lost.
-            ReferenceRefusedError: The owner could not count this handle's fork.
+            ReferenceRefusedError: The worker that passed the reference on died before the owner could count this fork.
             SerializationError: An argument cannot be pickled.
-            UsageError: The handle was given up, or this worker was shut down.
+            UsageError: The handle was given up, the timeout is not valid, or this worker was shut down.
+            RpcTimeoutError: The timeout, or the default one, expired before the call was sent.
             WorkerLostError: The owner cannot be reached now.
             ExpelledError: The group has expelled this worker.
         """
@@ -702,8 +765,20 @@ class Caller:
     ) -> Handle:
         """Runs the client interceptors, if any, around a call of `remote`. Returns a handle of the result.
 
-        `keeps` is the handle whose method is called; None for a function. It must not be released before the call has
-        arrived.
+        Args:
+            peer: The worker that runs the function; may be this one.
+            function: The function, or the name of the method.
+            callee: The function or method, as encoded in a frame; empty if it must be pickled.
+            args: The positional arguments; None or empty for none.
+            kwargs: The keyword arguments; None or empty for none.
+            keeps: The handle whose method is called; None for a function. It is kept until the call has arrived.
+            timeout: Within how many seconds the result must be there; 0 and `UNSET_RPC_TIMEOUT` for no limit but that
+                of the scope.
+
+        Raises:
+            UsageError: The timeout is not valid, or the call is too large.
+            RpcError: The call cannot be sent: an argument cannot be pickled (`SerializationError`), the worker cannot
+                be reached (`WorkerLostError`), or the time is over (`RpcTimeoutError`).
         """
         scope, seconds = self._find_scope(), self._limit(timeout, 0.0)
         interceptors = self._interceptors.client
@@ -723,9 +798,23 @@ class Caller:
     def _send_remote(
         self, peer: Peer, callee: bytes, call: _RemoteCall, keeps: Handle | None, scope: Scope | None
     ) -> Handle:
-        """Sends a call of `remote`, and returns a handle of the result.
+        """Sends a call of `remote` to a worker, and returns a handle of the result. Connects first if necessary.
 
-        Runs a call to this worker without sending it.
+        If `peer` is this worker, queues the call here and sends nothing.
+
+        Args:
+            peer: The worker that runs the function.
+            callee: The function or method, as encoded in a frame; empty if it must be pickled.
+            call: The function, its arguments, annotations and time limit.
+            keeps: The handle whose method is called; None for a function. It is kept until the call has arrived.
+            scope: The scope to which the call belongs, and with which it is cancelled; None for none.
+
+        Raises:
+            UsageError: The call is too large for the other worker.
+            SerializationError: An argument cannot be pickled.
+            RpcTimeoutError: The time was over before the connection was open.
+            WorkerLostError: The worker cannot be reached.
+            RpcError: This worker was shut down or expelled, or a handle in the arguments cannot be used any more.
         """
         function, args, kwargs, annotations, seconds = call
         deadline = monotonic() + seconds if seconds else FOREVER
@@ -817,9 +906,11 @@ class Caller:
     def _remote_here(
         self, callee: bytes, payload: bytes, buffers: list[memoryview], handles: list[Handle], deadline: float
     ) -> Invocation:
-        """Returns the invocation of a call of `remote` of this worker to itself. Nothing is sent.
+        """Returns the job that runs a call of `remote` of this worker to itself. Nothing is sent, and nothing runs yet.
 
-        The arguments are pickled all the same, so that the function gets copies.
+        `callee` is the function or method as encoded in a frame. `payload`, `buffers` and `handles` are the pickled
+        arguments, their buffers and references; each may be empty. The buffers are copied. `deadline` is a time of the
+        monotonic clock, or `FOREVER`. Raises `RpcError` if a handle cannot be used any more.
         """
         check_usable(handles, self._store)
         copies = [memoryview(bytearray(buffer)) for buffer in buffers]  # the program may change its buffers
@@ -834,7 +925,16 @@ class Caller:
         keeps: Handle | None,
         scope: Scope | None,
     ) -> Handle:
-        """Has this worker run a request of its own. Returns a handle of the result."""
+        """Queues a call of `remote` of this worker to itself. Returns a handle of the result, which is not there yet.
+
+        Args:
+            invocation: The job that runs the call.
+            callee: The function or method, as encoded in a frame.
+            handles: The handles of references in the arguments; may be empty.
+            annotations: Named values for interceptors; may be empty.
+            keeps: The handle whose method is called, which is kept until it has run; None for a function.
+            scope: The scope with which the call is cancelled; None for none.
+        """
         value = Value()
         handle = self._store.own_later(value)
         invocation.attach(handles, dict(annotations), value, handle.reference, keeps)
@@ -856,7 +956,13 @@ class Caller:
     ) -> None:
         """Raises an error if a call is too large for the other end; otherwise does nothing.
 
-        `handles` is the number of references in the call.
+        Args:
+            connection: The connection on which the call is to be sent. It knows the limits of the other end.
+            function: The function or the name of the method, for messages.
+            callee: The function or method, as encoded in a frame; may be empty.
+            handles: The number of references in the call.
+            payload: The pickled arguments; may be empty.
+            buffers: The buffers of the arguments; may be empty.
 
         Raises:
             UsageError: The call is larger than the other end accepts, or the name of the function is too long.
@@ -882,12 +988,26 @@ class Caller:
 
         Raises:
             UsageError: `timeout` is not a valid timeout, such as a negative number.
-            CancelledError, RpcTimeoutError: The scope of the code that calls is over. See `Scope.limit`.
+            CancelledError: The function that makes the call is itself cancelled, or its time is over.
+            RpcTimeoutError: The time of a `deadline` block around the call is over.
         """
         return self._limit(timeout, self.rpc_timeout)
 
     def _limit(self, timeout: float, default: float) -> float:
-        """As `resolve_timeout`, with another default timeout; 0 for none."""
+        """Returns how many seconds a call may take: the timeout, but no more than is left to the running code.
+
+        Args:
+            timeout: The timeout of the call; 0 for no limit, `UNSET_RPC_TIMEOUT` if the program gave none.
+            default: Used if the program gave none and the running code has no deadline; 0 for no limit.
+
+        Returns:
+            Seconds; 0 for no limit.
+
+        Raises:
+            UsageError: `timeout` is negative or not a number.
+            CancelledError: The function that makes the call is itself cancelled, or its time is over.
+            RpcTimeoutError: The time of a `deadline` block around the call is over.
+        """
         if timeout != UNSET_RPC_TIMEOUT:
             check_timeout(timeout)
         scope = self._find_scope()
@@ -896,10 +1016,10 @@ class Caller:
         return timeout if timeout != UNSET_RPC_TIMEOUT else default
 
     def _connect(self, peer: Peer, function: Callee, timeout: float) -> ClientConnection:
-        """Opens the connection to a worker and returns it. Waits at most `timeout` seconds; 0 for no limit of the call.
+        """Opens the connection to a worker and returns it. Waits at most `timeout` seconds; 0 sets no limit here.
 
         `function` is for messages. Raises `RpcTimeoutError` if the timeout expired, `WorkerLostError` if the worker
-        cannot be reached, and the error `closed` of the group if this worker was shut down or expelled.
+        cannot be reached, and `NotInitializedError` or `ExpelledError` if this worker was shut down or expelled.
         """
         began = monotonic()
         try:
@@ -920,8 +1040,8 @@ class Caller:
     def _find(self, to: To) -> Peer:
         """Returns the worker that `to` names, also if it is gone and still remembered.
 
-        Raises `UnknownWorkerError` if there is no such worker, `UsageError` if `to` has a wrong type, and the error
-        `closed` of the group if this worker was shut down or expelled.
+        Raises `UnknownWorkerError` if there is no such worker, `UsageError` if `to` has a wrong type, and
+        `NotInitializedError` or `ExpelledError` if this worker was shut down or expelled.
         """
         if self._peers.closed is not None:
             raise self._peers.closed
@@ -931,7 +1051,7 @@ class Caller:
         return peer
 
     def refusal(self, to: object) -> RpcError:
-        """Returns the error of a call to a worker that was not found.
+        """Returns the error of a call to `to`, a name, rank or `WorkerInfo` of which no worker was found.
 
         That is `UnknownWorkerError`, or the error of every call if this worker was shut down or expelled. Raises
         `UsageError` if `to` has a wrong type.
@@ -959,7 +1079,7 @@ _NO_BUFFERS: list[memoryview] = []
 
 
 def _keep_until_answered(future: PendingCall | UnsentCall, handle: Handle) -> None:
-    """Keeps a handle alive until the call on its value is settled."""
+    """Keeps a handle alive until a call on its value, `future`, is complete; not at all if it is complete already."""
     future.keeps = handle
     if future._state:  # settled already, perhaps before `keeps` was set
         future.keeps = None
@@ -968,7 +1088,8 @@ def _keep_until_answered(future: PendingCall | UnsentCall, handle: Handle) -> No
 def _outcome_of(creation: PendingCall) -> Any:
     """Returns the value in the reply to a call of `remote`; `KEPT` if the value must be requested from the owner.
 
-    Raises the error of the function if it failed. `creation` must be settled.
+    Raises the error of the function if it failed. `creation`, the future of that call, must be complete. `KEPT` also if
+    the connection was lost before the reply came.
     """
     reply = creation._reply
     if reply is not None:

@@ -33,7 +33,15 @@ if TYPE_CHECKING:
 
 
 class PendingCall(Future[Any]):
-    """The future of a call that this worker has made. A thread that waits for it reads replies from its connection."""
+    """The future of a call that this worker has made. A thread that waits for it reads replies from its connection.
+
+    Args:
+        connection: The connection on which the call is sent.
+        call_id: The number of the call on that connection.
+        function: The function or the name of the method, for error messages.
+        timeout: The timeout in seconds, for error messages; 0 for no limit.
+        deadline: When the call times out, as a time of the monotonic clock; `FOREVER` for never.
+    """
 
     __slots__ = ("call_id", "connection", "deadline", "due", "function", "keeps", "timeout")
 
@@ -45,15 +53,6 @@ class PendingCall(Future[Any]):
         timeout: float,
         deadline: float,
     ) -> None:
-        """Creates the future of a call that is about to be sent.
-
-        Args:
-            connection: The connection on which the call is sent.
-            call_id: The number of the call on that connection.
-            function: The function or the name of the method, for error messages.
-            timeout: The timeout in seconds, for error messages; 0 for no limit.
-            deadline: When the call times out, as a time of the monotonic clock; `FOREVER` for never.
-        """
         # Not super().__init__: that is one function more for every call.
         self._state = PENDING
         self._value = None
@@ -167,18 +166,18 @@ class KeptCall(PendingCall):
 
     Its result is the value, if the reply contains it. Otherwise, or if the connection is lost, its result is `KEPT`:
     the value must be requested from the callee. If the function raises an error, the future fails with it.
+
+    It never times out.
+
+    Args:
+        connection: The connection on which the call is sent.
+        call_id: The number of the call on that connection.
+        function: The function or the name of the method, for error messages.
     """
 
     __slots__ = ("number",)
 
     def __init__(self, connection: ClientConnection, call_id: int, function: Callable[..., Any] | str) -> None:
-        """Creates the future of a call that is about to be sent. It never times out.
-
-        Args:
-            connection: The connection on which the call is sent.
-            call_id: The number of the call on that connection.
-            function: The function or the name of the method, for error messages.
-        """
         super().__init__(connection, call_id, function, 0.0, FOREVER)
         self.number = 0
         """The number of the frame among those that need an acknowledgement. The reply acknowledges it."""
@@ -245,6 +244,15 @@ class Reply:
     """A reply that is not unpickled yet.
 
     The thread that uses the result unpickles it, not the thread that has read it.
+
+    Args:
+        worker: The name of the callee, for error messages.
+        function: The function that was called, or the name of the method, for error messages.
+        is_failure: Whether the call has failed at the callee.
+        payload: The pickled result, or the encoded failure.
+        buffers: The buffers of the reply; may be empty.
+        handles: The handles of the references in the reply; may be empty.
+        guard: The allow-list that limits what may be unpickled; None to allow everything.
     """
 
     __slots__ = ("_buffers", "_function", "_guard", "_handles", "_is_failure", "_payload", "_worker", "lock")
@@ -259,17 +267,6 @@ class Reply:
         handles: Sequence[Any],
         guard: AllowList | None,
     ) -> None:
-        """Stores the contents of a reply.
-
-        Args:
-            worker: The name of the callee, for error messages.
-            function: The function that was called, or the name of the method, for error messages.
-            is_failure: Whether the call has failed at the callee.
-            payload: The pickled result, or the encoded failure.
-            buffers: The buffers of the reply; may be empty.
-            handles: The handles of the references in the reply; may be empty.
-            guard: The allow-list that limits what may be unpickled; None to allow everything.
-        """
         self.lock = threading.Lock()
         self._worker = worker
         self._function = function

@@ -89,6 +89,18 @@ class ClientConnection:
 
     It ends once: when the link breaks, the peer leaves the group, or this worker shuts down. Pending calls fail then,
     except calls made by `remote`: those are sent again on the next connection, if there is one.
+
+    It takes over a link whose handshake is complete.
+
+    Args:
+        parts: The objects that the connections and calls of this worker share, such as its executor.
+        peer: The worker at the other end.
+        number: The number of that worker in the group.
+        link: The link to that worker. The connection closes it at its end.
+        peer_limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the
+            peer accepts; 0 for no limit.
+        on_gossip: Called with the number of the peer and the payload of each message about the group that it sends.
+        on_lost: Called once with this connection, when the connection has ended.
     """
 
     def __init__(
@@ -101,18 +113,6 @@ class ClientConnection:
         on_gossip: Callable[[Worker, bytes], None],
         on_lost: Callable[[ClientConnection], None],
     ) -> None:
-        """Takes over a link whose handshake is complete.
-
-        Args:
-            parts: The parts of this worker.
-            peer: The worker at the other end.
-            number: The number of that worker in the group.
-            link: The link to that worker. The connection closes it at its end.
-            peer_limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the
-                peer accepts; 0 for no limit.
-            on_gossip: Called with the number of the peer and the payload of each message about the group that it sends.
-            on_lost: Called once with this connection, when the connection has ended.
-        """
         self.peer = peer
         self.number = number
         self.link = link

@@ -144,7 +144,23 @@ class ClusterOwner(Protocol):
 
 
 class Cluster:
-    """The group as one worker sees it: who is a member, the connections to each member, and the heartbeats."""
+    """The group as one worker sees it: who is a member, the connections to each member, and the heartbeats.
+
+    At first this worker is the only member. `start` adds the others.
+
+    Args:
+        parts: The objects that the connections and calls of this worker share, such as its executor.
+        me: This worker.
+        run: The name of this run of the group. Workers of another run may not connect.
+        peers: The table in which calls look up their callees. The cluster keeps it up to date.
+        heartbeat: Two times in seconds: how often heartbeats are sent, and how long a worker must be silent at
+            least before it is declared lost.
+        owner: The agent, which is told of changes.
+        is_open: Whether the group is open: workers may join at any time.
+
+    Raises:
+        UsageError: The first time is not positive, or the second is shorter than three times the first.
+    """
 
     def __init__(
         self,
@@ -156,21 +172,6 @@ class Cluster:
         owner: ClusterOwner,
         is_open: bool,
     ) -> None:
-        """Creates a group with this worker as the only member. `start` adds the others.
-
-        Args:
-            parts: The parts of this worker.
-            me: This worker.
-            run: The name of this run of the group. Workers of another run may not connect.
-            peers: The table in which calls look up their callees. The cluster keeps it up to date.
-            heartbeat: Two times in seconds: how often heartbeats are sent, and how long a worker must be silent at
-                least before it is declared lost.
-            owner: The agent, which is told of changes.
-            is_open: Whether the group is open: workers may join at any time.
-
-        Raises:
-            UsageError: The first time is not positive, or the second is shorter than three times the first.
-        """
         self.me = me
         self.run = run
         self._parts = parts

@@ -52,15 +52,16 @@ class RunningCoroutine:
 
 
 class EventLoop:
-    """An asyncio event loop in a thread of its own. Runs coroutines until it is closed."""
+    """An asyncio event loop in a thread of its own. Runs coroutines until it is closed.
+
+    The loop and its thread start with the first coroutine.
+
+    Args:
+        name: The name of this worker, for the name of the thread and for messages.
+        agent: The agent that is the current one inside the coroutines.
+    """
 
     def __init__(self, name: str, agent: RpcAgent) -> None:
-        """Creates the object. The loop and its thread start with the first coroutine.
-
-        Args:
-            name: The name of this worker, for the name of the thread and for messages.
-            agent: The agent that is the current one inside the coroutines.
-        """
         self._name = name
         self._agent = agent
         self._lock = threading.Lock()

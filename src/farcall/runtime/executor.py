@@ -63,17 +63,16 @@ class Job(Protocol):
 
 
 class Task:
-    """A job that calls a function of the runtime, not of a user."""
+    """A job that calls a function of the runtime, not of a user.
+
+    Args:
+        function: The function to call, without arguments.
+        must_run: Whether the job is run even after the executor was closed.
+    """
 
     __slots__ = ("_function", "must_run")
 
     def __init__(self, function: Callable[[], object], must_run: bool = False) -> None:
-        """Creates a job.
-
-        Args:
-            function: The function to call, without arguments.
-            must_run: Whether the job is run even after the executor was closed.
-        """
         self._function = function
         self.must_run = must_run
 
@@ -97,17 +96,17 @@ class Executor:
     The leader reads requests and runs them itself. The standby thread sleeps. It becomes the leader if the leader runs
     one function for too long, or if that function waits for a call of its own. The old leader finishes its function,
     and is a follower from then on.
+
+    It has no threads before `start`.
+
+    Args:
+        name: The name of this worker, for the names of threads and for messages.
+        poller: Waits until frames have arrived.
+        max_running: How many functions may run at once. Functions that wait for a call of their own do not count.
+        agent: The agent that is the current one in all threads of the executor.
     """
 
     def __init__(self, name: str, poller: Poller, max_running: int, agent: RpcAgent) -> None:
-        """Creates the executor without threads. `start` starts them.
-
-        Args:
-            name: The name of this worker, for the names of threads and for messages.
-            poller: Waits until frames have arrived.
-            max_running: How many functions may run at once. Functions that wait for a call of their own do not count.
-            agent: The agent that is the current one in all threads of the executor.
-        """
         self._name = name
         self._agent = agent
         self._poller = poller

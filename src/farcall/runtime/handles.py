@@ -129,6 +129,15 @@ class Handle:
     """One handle of a reference on this worker. The reference store counts it until it is garbage-collected.
 
     An `RRef` of the program contains a handle.
+
+    Only the reference store creates handles, because it must count them.
+
+    Args:
+        store: The reference store of this worker.
+        reference: The id of the reference.
+        fork: The id of the fork; None if this worker owns the value.
+        value: The future of the value if this worker owns it; else None.
+        made: Where the program created the handle, or which worker sent it; empty if not known.
     """
 
     __slots__ = (
@@ -139,15 +148,6 @@ class Handle:
     def __init__(
         self, store: ReferenceStore, reference: RRefId, fork: ForkId | None, value: Value | None, made: Made = ""
     ) -> None:
-        """Creates a handle. Only the reference store may do that, because it must count the handle.
-
-        Args:
-            store: The reference store of this worker.
-            reference: The id of the reference.
-            fork: The id of the fork; None if this worker owns the value.
-            value: The future of the value if this worker owns it; else None.
-            made: Where the program created the handle, or which worker sent it; empty if not known.
-        """
         self.reference_store = store
         self.reference = reference
         self.fork = fork
@@ -200,6 +200,10 @@ class HandleRef(weakref.ref[Handle]):
 
     Its callback is the `append` of a queue, which runs no Python code. So no exception from a signal handler can come
     between the end of the handle and the entry in the queue.
+
+    Attributes:
+        reference: The id of the reference.
+        fork: The id of the fork; None if this worker owns the value.
     """
 
     __slots__ = ("fork", "reference")
@@ -363,7 +367,10 @@ def expelled(reference: RRefId, worker: str) -> ExpelledError:
 
 
 def refused(reference: RRefId) -> ReferenceRefusedError:
-    """Returns the error of a handle whose fork the owner could not count."""
+    """Returns the error of a handle that another worker passed on and that the owner has refused.
+
+    That worker died before the owner had counted the new fork, and the value is gone. `reference` is for the message.
+    """
     return ReferenceRefusedError(
         f"{reference} was passed on by a worker that died before its owner could count it; "
         "its value is gone. Create it anew"

@@ -241,7 +241,11 @@ def run_server_interceptors(
 
 
 def _chain(interceptors: Sequence[Any], innermost: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function that runs all interceptors around `innermost`; `innermost` itself if there are none."""
+    """Returns a function of a call that runs all interceptors around `innermost`.
+
+    The first interceptor is the outermost. Each gets the call, and a function that runs the next one; that of the last
+    interceptor is `innermost`. Returns `innermost` itself if there are no interceptors.
+    """
     proceed = innermost
     for interceptor in reversed(interceptors):
         proceed = _bind(interceptor, proceed)

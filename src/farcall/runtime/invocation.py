@@ -105,7 +105,24 @@ def call_after_reply(function: Callable[[], object]) -> None:
 
 
 class Invocation(Scope):
-    """One request at the callee: a job that runs its function and sends the reply."""
+    """One request at the callee: a job that runs its function and sends the reply.
+
+    `run` runs the function.
+
+    Args:
+        parts: The objects that the connections and calls of this worker share, such as its executor.
+        connection: The connection on which the reply is sent; None if this worker has called itself with `remote`.
+        call_id: The id of the call, which the reply repeats; 0 if no reply is sent.
+        callee: The function or method to call, as encoded in the frame (`protocol.frames`); empty if the function
+            is the first pickled argument.
+        payload: The pickled arguments; empty for none.
+        buffers: The buffers of the arguments; may be empty.
+        deadline: When nobody waits for the result any more, as a time of the monotonic clock; `FOREVER` for no
+            limit.
+
+    Raises:
+        ProtocolError: `callee` should name a reference, but is too short.
+    """
 
     __slots__ = (
         "_after_reply", "_annotations", "_buffers", "_call", "_call_id", "_callee", "_connection", "_handles", "_keeps",
@@ -125,22 +142,6 @@ class Invocation(Scope):
         buffers: Sequence[Bytes],
         deadline: float,
     ) -> None:
-        """Creates an invocation. `run` runs it.
-
-        Args:
-            parts: The parts of this worker.
-            connection: The connection on which the reply is sent; None if this worker has called itself with `remote`.
-            call_id: The id of the call, which the reply repeats; 0 if no reply is sent.
-            callee: The function or method to call, as encoded in the frame (`protocol.frames`); empty if the function
-                is the first pickled argument.
-            payload: The pickled arguments; empty for none.
-            buffers: The buffers of the arguments; may be empty.
-            deadline: When nobody waits for the result any more, as a time of the monotonic clock; `FOREVER` for no
-                limit.
-
-        Raises:
-            ProtocolError: `callee` should name a reference, but is too short.
-        """
         # Not super().__init__: that is one function more for every call.
         self.deadline = deadline
         self.is_cancelled = False
@@ -307,14 +308,16 @@ class Invocation(Scope):
     def _load(self) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         """Returns the function, its positional arguments and its keyword arguments.
 
-        A request may call nothing, but ask for a value, whether it exists, or its type. Then returns None, the pair of
-        a name for messages and the answer, and an empty dict.
+        Some requests about a reference call no function: they ask for the value, whether it exists, or its type. Then
+        the function is None, the positional arguments are a name for messages and the answer, and there are no keyword
+        arguments.
 
         Raises:
             ProtocolError: The request has no function.
             SerializationError: There is no such function, or the arguments cannot be unpickled.
             NotAllowedError: The allow-list forbids the arguments.
-            Exception: The value of the reference has no such method, or there is an error in its place.
+            Exception: The request is about a reference: its value has no such method (`AttributeError`), or the
+                function that should have made the value has failed, and its error is raised.
         """
         callee, subject = self._callee, self._subject
         if not callee:

@@ -43,17 +43,17 @@ class GroupEntry:
     """Joins the group for one worker, and leaves it.
 
     In an open group, also makes sure that some worker hosts the store.
+
+    Nothing happens before `join`, which joins the group.
+
+    Args:
+        rendezvous: Where the workers of the group find each other, and the store behind it.
+        name: The name of this worker.
+        addresses: The addresses at which this worker listens.
+        look_interval: Seconds between two comparisons of the store with the members of an open group.
     """
 
     def __init__(self, rendezvous: Rendezvous, name: str, addresses: tuple[str, ...], look_interval: float) -> None:
-        """Prepares to join. `join` joins the group.
-
-        Args:
-            rendezvous: Where the workers of the group find each other, and the store behind it.
-            name: The name of this worker.
-            addresses: The addresses at which this worker listens.
-            look_interval: Seconds between two comparisons of the store with the members of an open group.
-        """
         self._rendezvous = rendezvous
         self._name = name
         self._addresses = addresses

@@ -74,7 +74,12 @@ class HeldReference:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All references that a worker owns or holds at one moment. Both tuples may be empty."""
+    """All references that a worker owns or holds at one moment.
+
+    Attributes:
+        owned: The references whose values live on the worker; may be empty.
+        held: The references to values on other workers; may be empty.
+    """
 
     owned: tuple[OwnedReference, ...]
     held: tuple[HeldReference, ...]

@@ -42,7 +42,20 @@ ONE_HOST: Final = frozenset({"unix", "memory"})
 
 
 class Peer:
-    """One worker of the group, and our connection to it, if there is one."""
+    """One worker of the group, and our connection to it, if there is one.
+
+    It has no connection at first. `connect` opens one.
+
+    Args:
+        parts: The objects that the connections and calls of this worker share, such as its executor.
+        member: The worker that the peer stands for.
+        me: This worker.
+        group: The name of this run of the group. Both ends of a connection must have the same.
+        new_connection: Creates a connection, given this peer, a link with a completed handshake, and the most bytes
+            of a head and of a frame that the other end accepts.
+        on_expelled: Called if the other worker says that the group has expelled this worker.
+        is_over: Returns whether this worker is shut down or expelled, so that no connection is needed any more.
+    """
 
     def __init__(
         self,
@@ -54,18 +67,6 @@ class Peer:
         on_expelled: Callable[[], None],
         is_over: Callable[[], bool],
     ) -> None:
-        """Creates a peer without a connection. `connect` opens the connection.
-
-        Args:
-            parts: The parts of this worker.
-            member: The worker that the peer stands for.
-            me: This worker.
-            group: The name of this run of the group. Both ends of a connection must have the same.
-            new_connection: Creates a connection, given this peer, a link with a completed handshake, and the most bytes
-                of a head and of a frame that the other end accepts.
-            on_expelled: Called if the other worker says that the group has expelled this worker.
-            is_over: Returns whether this worker is shut down or expelled, so that no connection is needed any more.
-        """
         self.info = info_of(member)
         self.number = member.number
         """Unique in the group: a worker that is started again with the same name and rank has another number."""

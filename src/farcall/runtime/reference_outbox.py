@@ -114,7 +114,13 @@ class Connection(Protocol):
 class UnackedKeep:
     """A call made by `remote` that its receiver has not acknowledged yet. Keeps the frame, to send it again.
 
-    `ReferenceStore.create_remote` sets `reference`, `fork` and `frame`.
+    It has no frame at first. `ReferenceStore.create_remote` sets `reference`, the id of the result, `fork`, the fork of
+    it that this worker holds, and `frame`.
+
+    Args:
+        via: The connection on which the call is sent. When it is lost, the frame is sent again on the next one.
+        keeps: The handle whose method is called; None for a function. It stays alive until the call is acknowledged.
+        deadline: When the value must be there, on the monotonic clock; `FOREVER` for no limit.
     """
 
     __slots__ = ("buffers", "deadline", "fork", "frame", "keeps", "reference", "via")
@@ -123,13 +129,6 @@ class UnackedKeep:
     fork: ForkId
 
     def __init__(self, via: Connection, keeps: object, deadline: float = FOREVER) -> None:
-        """Creates an entry without a frame.
-
-        Args:
-            via: The connection on which the call is sent.
-            keeps: The handle whose method is called; None for a function.
-            deadline: When the value must be there, on the monotonic clock; `FOREVER` for no limit.
-        """
         self.frame = b""
         """The frame; empty until it has its number."""
         self.buffers: Sequence[memoryview] | None = None
@@ -149,17 +148,17 @@ class UnackedKeep:
 
 
 class UnackedReferences:
-    """The references in a call or reply that its receiver has not acknowledged yet."""
+    """The references in a call or reply that its receiver has not acknowledged yet.
+
+    Args:
+        carried: The references, with the fork of each that was created for the receiver.
+        via: The connection on which the call or reply was sent. When it is lost, the references are sent again, without
+            the call or reply, on the next one.
+    """
 
     __slots__ = ("carried", "via")
 
     def __init__(self, carried: Sequence[Carried], via: Connection) -> None:
-        """Creates an entry.
-
-        Args:
-            carried: The references, with the fork of each that was created for the receiver.
-            via: The connection on which the call or reply was sent.
-        """
         self.carried = carried
         self.via = via
 
@@ -168,7 +167,7 @@ Unacked: TypeAlias = Message | UnackedReferences | UnackedKeep
 
 
 class ControlFrame(NamedTuple):
-    """The payload of a CONTROL frame, and what its sender needs to know to choose a connection.
+    """The payload of a frame with control messages, and what its sender needs to know to choose a connection.
 
     Attributes:
         payload: The payload, as `pack_control` returns it.
@@ -302,6 +301,15 @@ class OutboxSender:
     unacknowledged, and is sent again on the next connection. Gossip that cannot be sent is dropped. Connecting takes
     time, so a separate thread does it. If nothing listens at the worker's address any more, `on_unreachable` is called.
     If connecting fails for another reason, the next heartbeat tries again.
+
+    Args:
+        peer: The worker.
+        source: The reference store, which has the messages.
+        executor: Starts the threads that connect.
+        server_connection: Returns the worker's connection to this one; None if there is none.
+        on_unreachable: Called when nothing listens at the worker's address any more.
+        gossip_slots: Limits how many connections are opened for gossip at a time; shared by the senders of this worker.
+            None for a limit of its own.
     """
 
     def __init__(
@@ -313,17 +321,6 @@ class OutboxSender:
         on_unreachable: Callable[[], None],
         gossip_slots: threading.Semaphore | None = None,
     ) -> None:
-        """Creates the sender for one worker. Sends nothing yet.
-
-        Args:
-            peer: The worker.
-            source: The reference store, which has the messages.
-            executor: Starts the threads that connect.
-            server_connection: Returns the worker's connection to this one; None if there is none.
-            on_unreachable: Called when nothing listens at the worker's address any more.
-            gossip_slots: Limits how many connections are opened for gossip at a time; shared by the senders of this
-                worker. None for a limit of its own.
-        """
         self._gossip_slots = gossip_slots or threading.Semaphore(MAX_GOSSIP_CONNECTS)
         self._has_slot = False
         self._peer = peer
@@ -446,7 +443,11 @@ class OutboxSender:
         return None
 
     def _send_all(self, connection: ClientConnection) -> None:
-        """Sends the waiting gossip and all unacknowledged messages. If the connection ends meanwhile, tries again."""
+        """Sends the waiting gossip, then all unacknowledged control messages, on `connection`.
+
+        If the connection ends meanwhile, starts at once to connect again and to send what is unacknowledged then. The
+        gossip that was lost is not sent again.
+        """
         while self._unsent_gossip:
             connection.send(self._unsent_gossip.popleft())
         self._resend(connection)

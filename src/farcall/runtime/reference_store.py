@@ -107,6 +107,16 @@ class Creation(Protocol):
 class ReferenceStore:
     """All references of one worker: the values that it owns, its handles, and the control messages about them.
 
+    Args:
+        counts: The reference counts of this worker, with empty tables. Only this store may call its methods.
+        executor: Runs the method `process`, which does the work that was put off.
+        timers: Decides when the executor runs `process`.
+        name_of: Returns the name of a worker, given its number.
+        send_outbox: Called with the number of a worker, to send the control messages that wait for it.
+        resend: Called with the number of a worker, to connect to it again and send again what an earlier connection
+            may have lost.
+        record_stacks: Whether handles remember the whole stack of their creation; if False, only the line.
+
     Attributes:
         calling: Makes the calls on references. The agent sets it after it has created the store.
     """
@@ -123,18 +133,6 @@ class ReferenceStore:
         resend: Callable[[Worker], None],
         record_stacks: bool = False,
     ) -> None:
-        """Creates a store without references.
-
-        Args:
-            counts: The reference counts of this worker, with empty tables. Only this store may call its methods.
-            executor: Runs the method `process`, which does the work that was put off.
-            timers: Decides when the executor runs `process`.
-            name_of: Returns the name of a worker, given its number.
-            send_outbox: Called with the number of a worker, to send the control messages that wait for it.
-            resend: Called with the number of a worker, to connect to it again and send again what an earlier connection
-                may have lost.
-            record_stacks: Whether handles remember the whole stack of their creation; if False, only the line.
-        """
         self.me = counts.me
         self._executor = executor
         self._timers = timers
@@ -825,11 +823,12 @@ class ReferenceStore:
         return bool(dropped)
 
     def _report_forks(self, is_interval: bool) -> bool:
-        """Asks owners to count forks that this worker has kept for at least `UNREPORTED_INTERVALS` runs of `process`.
+        """Asks owners to count forks that other workers passed to this one, and of which the owners do not know yet.
 
-        Asks for some of the forks that are due, and returns whether more are left. The caller holds the lock.
-        `is_interval` is True in the first call of each run of `process`, and False in the others, so that each run
-        counts once.
+        A fork is due when this worker has kept it for at least `UNREPORTED_INTERVALS` runs of `process`. One call asks
+        for a limited number of them. `is_interval` is True in the first call of each run of `process`, and False in the
+        others, so that each run counts once. The caller holds the lock. Returns whether more forks are due; False if
+        there are none.
         """
         due, unreported = self._to_report, self._counts.unreported
         if is_interval:

@@ -23,15 +23,14 @@ NOBODY_KNOWN: Final = -1
 
 
 class Refusals:
-    """Counts the messages and requests about references that were refused, by the worker that sent them."""
+    """Counts the messages and requests about references that were refused, by the worker that sent them.
+
+    Args:
+        me: The number of this worker, for the log.
+        name_of: Returns the name of a worker, given its number.
+    """
 
     def __init__(self, me: Worker, name_of: Callable[[Worker], str]) -> None:
-        """Creates a counter without refusals.
-
-        Args:
-            me: The number of this worker, for the log.
-            name_of: Returns the name of a worker, given its number.
-        """
         self._me = me
         self._name_of = name_of
         self._lock = threading.RLock()  # a finalizer may call `add` while its thread holds the lock

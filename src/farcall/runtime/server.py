@@ -113,7 +113,17 @@ class Admission(Protocol):
 
 
 class ServerConnection:
-    """One connection from another worker, or from a stranger: an end that has not proved that it knows the secret."""
+    """One connection from another worker, or from a stranger: an end that has not proved that it knows the secret.
+
+    It takes over a link that was accepted, and reads it at once. The first frames are the handshake.
+
+    Args:
+        parts: The objects that the connections and calls of this worker share, such as its executor.
+        link: The link. The connection closes it at its end.
+        address: The address of this worker to which the other end has connected.
+        admission: Decides which workers may connect.
+        on_closed: Called once with this connection, when the connection has ended.
+    """
 
     def __init__(
         self,
@@ -123,15 +133,6 @@ class ServerConnection:
         admission: Admission,
         on_closed: Callable[[ServerConnection], None],
     ) -> None:
-        """Takes over a link that was accepted, and begins to read it. The first frames are the handshake.
-
-        Args:
-            parts: The parts of this worker.
-            link: The link. The connection closes it at its end.
-            address: The address of this worker to which the other end has connected.
-            admission: Decides which workers may connect.
-            on_closed: Called once with this connection, when the connection has ended.
-        """
         self.link = link
         self._address = address
         self._parts = parts
@@ -534,10 +535,13 @@ class ServerConnection:
 
 
 class _NotAdmittedError(ProtocolError):
-    """A worker that knows the secret may not connect for another reason, such as a wrong group."""
+    """A worker that knows the secret may not connect for another reason, such as a wrong group.
+
+    Args:
+        refusal: The message that is sent to the other end. Its `reason` is the text of the error.
+    """
 
     def __init__(self, refusal: Refused) -> None:
-        """Creates the error from the message that is sent to the other end."""
         super().__init__(refusal.reason)
         self.refusal = refusal
 
@@ -570,14 +574,13 @@ class PendingHandshakes:
     When a new connection exceeds the limit, the oldest pending one is closed: a worker of the group finishes its
     handshake quickly, so the oldest is most likely not one. Timeouts are checked when a connection is added and at
     every heartbeat.
+
+    Args:
+        limits: Its `max_strangers` is the largest number of connections, its `proof_timeout` the seconds for each
+            handshake.
     """
 
     def __init__(self, limits: Limits) -> None:
-        """Creates an empty collection.
-
-        `limits.max_strangers` is the largest number of connections, `limits.proof_timeout` the seconds for each
-        handshake.
-        """
         self._limits = limits
         self._until: dict[ServerConnection, float] = {}  # oldest first
 

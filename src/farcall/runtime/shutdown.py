@@ -277,9 +277,18 @@ def _sum_call_counts(
 ) -> int:
     """Writes how many calls this worker has made into the store, waits for the numbers of all workers, and adds them.
 
-    Returns the sum. The keys in the store are `prefix` and the id of a worker. `deadline` is a time of the monotonic
-    clock. Raises `ShutdownError` if the deadline has passed, a worker was lost, the store failed, or this worker was
-    expelled.
+    Args:
+        leaver: This worker: its info, its number of calls, and what it knows of the others.
+        rendezvous: The rendezvous of the group, whose store is used.
+        prefix: The key of a worker in the store is this prefix and the id of the worker.
+        deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
+        occasion: Why the workers wait, as texts for error messages.
+
+    Returns:
+        The sum; 0 if no worker has made a call.
+
+    Raises:
+        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled.
     """
     own = f"{prefix}{leaver.info.id}"
     try:

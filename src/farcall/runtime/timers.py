@@ -27,10 +27,13 @@ _MAX_SLEEP_S: Final = 3600.0
 
 
 class Timers:
-    """One thread of a worker that calls functions at given times."""
+    """One thread of a worker that calls functions at given times. `start` starts the thread.
+
+    Args:
+        name: The name of this worker, for the name of the thread.
+    """
 
     def __init__(self, name: str) -> None:
-        """Creates the thread. `start` starts it. `name` is the name of this worker."""
         self._name = name
         self._gate = Gate()
         self._added: deque[tuple[float, int, Callable[[], None]]] = deque()

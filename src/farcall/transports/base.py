@@ -38,7 +38,11 @@ Frame: TypeAlias = tuple[bytes, Sequence[memoryview]]
 
 
 class CommonBuffers(list[memoryview]):
-    """The buffers of a frame that is sent on several links, one list for each link: see `Broadcast`."""
+    """The buffers of a frame that is sent on several links. Each link gets its own list, and empties it.
+
+    Args:
+        broadcast: The object that has the buffers, and the shared segment that all these links use.
+    """
 
     def __init__(self, broadcast: Broadcast) -> None:
         super().__init__(broadcast.buffers)

@@ -39,14 +39,12 @@ class BufferPool:
 
     `take` returns memory. When the last view of it is dropped, the pool keeps the memory for a later `take`, at most
     `max_kept_bytes` in all.
+
+    Args:
+        max_kept_bytes: The most bytes of unused memory that the pool keeps; 0 to keep none.
     """
 
     def __init__(self, max_kept_bytes: int) -> None:
-        """Creates an empty pool.
-
-        Args:
-            max_kept_bytes: The most bytes of unused memory that the pool keeps; 0 to keep none.
-        """
         self._max_kept_bytes = max_kept_bytes
         self._lock = threading.RLock()  # a finalizer that receives frames may interrupt its own thread
         self._free: list[_Block] = []
@@ -124,12 +122,18 @@ class BufferPool:
 
 
 class _Block:
-    """One piece of memory of a pool, of `capacity` bytes. It holds one buffer at a time."""
+    """One piece of memory of a pool, which holds one buffer at a time. The constructor maps new memory.
+
+    Args:
+        capacity: The number of bytes.
+
+    Raises:
+        MemoryError: There is no address space left.
+    """
 
     __slots__ = ("_exporter_type", "_memory", "_noticed", "capacity", "returned_at")
 
     def __init__(self, capacity: int) -> None:
-        """Maps `capacity` bytes of new memory. Raises `MemoryError` if there is no address space left."""
         import ctypes  # imported here, because only workers that receive large buffers need it
 
         self.capacity = capacity

@@ -162,6 +162,14 @@ class Assembler:
 
     `announce` begins a frame. `add_chunk` adds a chunk to it; `space_for` and `fill` do the same without a copy. The
     call that completes a frame returns it.
+
+    Args:
+        new_buffer: Returns writable memory of a given size. The memory should be allocated only when it is written,
+            because a stranger may announce large frames.
+        max_frame_size: The most bytes of a frame with its buffers. Larger frames raise `ProtocolError`.
+        complete: Called when buffers have arrived whose shared segment this end could not open. It gets the number
+            of the segment and the buffers, and returns the frame that they belong to. None if the link does not use
+            shared memory.
     """
 
     def __init__(
@@ -170,16 +178,6 @@ class Assembler:
         max_frame_size: int,
         complete: Callable[[int, Sequence[memoryview]], Frame] | None = None,
     ) -> None:
-        """Creates an assembler without frames.
-
-        Args:
-            new_buffer: Returns writable memory of a given size. The memory should be allocated only when it is written,
-                because a stranger may announce large frames.
-            max_frame_size: The most bytes of a frame with its buffers. Larger frames raise `ProtocolError`.
-            complete: Called when buffers have arrived whose shared segment this end could not open. It gets the number
-                of the segment and the buffers, and returns the frame that they belong to. None if the link does not use
-                shared memory.
-        """
         self._new_buffer = new_buffer
         self._max_frame_size = max_frame_size
         self._complete = complete
@@ -298,21 +296,19 @@ class _LargeFrame:
     """A large frame that is being received. The frame itself and each of its buffers get memory of their own.
 
     The caller receives bytes into `space` and calls `advance`, until `space` is None. Then `frame` returns the frame.
+
+    The constructor takes memory for the frame itself; if that is empty, for the first buffer that is not. The memory
+    for each further buffer is taken when its first byte is due. `ProtocolError` is raised if there is no memory.
+
+    Args:
+        sizes: The size of the frame itself, then the size of each buffer.
+        segment: The number of the shared segment that the buffers were in; None for an ordinary frame.
+        new_buffer: Returns writable memory of a given size.
     """
 
     __slots__ = ("_new_buffer", "_parts", "_sizes", "segment", "space")
 
     def __init__(self, sizes: Sequence[int], segment: int | None, new_buffer: Callable[[int], memoryview]) -> None:
-        """Takes memory for the frame itself. If that is empty, takes memory for the first buffer that is not.
-
-        The memory for each further buffer is taken when its first byte is due. Raises `ProtocolError` if there is no
-        memory.
-
-        Args:
-            sizes: The size of the frame itself, then the size of each buffer.
-            segment: The number of the shared segment that the buffers were in; None for an ordinary frame.
-            new_buffer: Returns writable memory of a given size.
-        """
         self._sizes = sizes
         self.segment = segment
         self._new_buffer = new_buffer

@@ -23,14 +23,12 @@ class MemoryNetwork:
     """A network within one process, for tests: it holds listeners by their addresses.
 
     Workers can connect to each other if their transports use the same network.
+
+    Args:
+        backlog: The most connections that wait at one listener to be accepted. Further ones wait in `connect`.
     """
 
     def __init__(self, backlog: int = BACKLOG) -> None:
-        """Creates a network without listeners.
-
-        Args:
-            backlog: The most connections that wait at one listener to be accepted. Further ones wait in `connect`.
-        """
         self.backlog: Final = backlog
         self._changed = threading.Condition()
         self._listeners: dict[str, MemoryListener] = {}
@@ -89,19 +87,18 @@ class MemoryNetwork:
 
 
 class MemoryListener:
-    """Accepts connections at one address of a `MemoryNetwork`. Create it by `MemoryNetwork.listen`."""
+    """Accepts connections at one address of a `MemoryNetwork`. Create it by `MemoryNetwork.listen`.
+
+    Args:
+        network: The network of the listener. `close` removes the listener from it.
+        address: Its address.
+        changed: The condition of the network. The listener uses it as a lock, and notifies it after `accept`.
+        handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
+    """
 
     def __init__(
         self, network: MemoryNetwork, address: str, changed: threading.Condition, handshake_limit: int
     ) -> None:
-        """Creates a listener without connections.
-
-        Args:
-            network: The network of the listener. `close` removes the listener from it.
-            address: Its address.
-            changed: The condition of the network. The listener uses it as a lock, and notifies it after `accept`.
-            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
-        """
         self.address = address
         self.waiting: deque[socket.socket] = deque()
         """The sockets of connections that are not accepted yet. The network appends to it."""
@@ -154,12 +151,15 @@ class MemoryListener:
 
 
 class MemoryTransport:
-    """The transport with the scheme `memory`, for tests. It connects workers through one `MemoryNetwork`."""
+    """The transport with the scheme `memory`, for tests.
+
+    Args:
+        network: The network of its listeners. Workers whose transports have the same network can connect.
+    """
 
     scheme = "memory"
 
     def __init__(self, network: MemoryNetwork) -> None:
-        """Creates a transport whose workers can connect to all listeners in `network`."""
         self._network = network
 
     def listen(self, host: str | None, handshake_limit: int) -> MemoryListener:

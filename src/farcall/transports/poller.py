@@ -85,16 +85,14 @@ class Poller:
     it runs such a function, it calls no `wait`. Then frames that arrive wake the *standby thread*, which is in
     `stand_by`, so that it can take over. A *ring* is a queue of frames in shared memory; other links have a socket
     only.
+
+    Args:
+        spin_s: Seconds for which `wait` checks for events again and again before it sleeps, at most 0.1 ms; 0 to
+            sleep at once.
+        use_rings: Whether links may have rings. Has no effect without the C extension.
     """
 
     def __init__(self, spin_s: float, use_rings: bool = True) -> None:
-        """Creates a poller that watches nothing.
-
-        Args:
-            spin_s: Seconds for which `wait` checks for events again and again before it sleeps, at most 0.1 ms; 0 to
-                sleep at once.
-            use_rings: Whether links may have rings. Has no effect without the C extension.
-        """
         self.leader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """An eventfd that wakes the leader. The other end of each link with a ring gets it as a descriptor."""
         self.standby_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -508,18 +506,16 @@ class _PlainWaiter:
     """Waits for the events of an epoll, for a poller without rings.
 
     It replaces the class `Waiter` of the C extension, and has the same methods.
+
+    Args:
+        epoll: The epoll of the leader.
+        leader_event: The eventfd that wakes the leader.
+        standby_event: The eventfd that wakes the standby thread.
+        spin_s: Seconds for which `wait` checks for events again and again before it sleeps; more than 0.1 ms counts
+            as 0.1 ms.
     """
 
     def __init__(self, epoll: select.epoll, leader_event: int, standby_event: int, spin_s: float) -> None:
-        """Creates a waiter.
-
-        Args:
-            epoll: The epoll of the leader.
-            leader_event: The eventfd that wakes the leader.
-            standby_event: The eventfd that wakes the standby thread.
-            spin_s: Seconds for which `wait` checks for events again and again before it sleeps; more than 0.1 ms counts
-                as 0.1 ms.
-        """
         self._epoll = epoll
         self._leader_event = leader_event
         self._standby_event = standby_event

@@ -93,8 +93,18 @@ def default_segment_pool(worker: str, max_bytes: int | None) -> SegmentPool:
 class SharedBuffers:
     """Sends and receives the large buffers of one link in shared memory.
 
-    One end *offers* a segment, and the other end tries to open it. Buffers are sent in shared memory only if that
-    works.
+    One end *offers* a segment, a block of shared memory, and the other end tries to open it. Buffers are sent in shared
+    memory only if that works. An *internal frame* is one that the two links exchange, and the program does not see.
+
+    No buffers are copied into shared memory before `note_opened` is called.
+
+    Args:
+        options: The options of the link. Of these, the pool of segments, the memory for received buffers, whether
+            received buffers are copied, and the largest size of a frame are used.
+        process: The process id of the other end, which is on this host.
+        send_internal: Sends one internal frame, which consists of all its arguments one after the other.
+        send_supply: Sends the buffers of a segment without shared memory. It is called with the number of the
+            segment and copies of the buffers, and must not wait.
     """
 
     def __init__(
@@ -104,15 +114,6 @@ class SharedBuffers:
         send_internal: Callable[..., None],
         send_supply: Callable[[int, list[memoryview]], None],
     ) -> None:
-        """Creates the state of one link. No SHARED frame is sent before `note_opened` is called.
-
-        Args:
-            options: The options of the link.
-            process: The process id of the other end, which is on this host.
-            send_internal: Sends one internal frame, which consists of all its arguments one after the other.
-            send_supply: Sends the buffers of a segment without shared memory. It is called with the number of the
-                segment and copies of the buffers, and must not wait.
-        """
         self._pool = options.segments
         self._received = options.received
         self._copies = options.copy_shared
@@ -139,17 +140,17 @@ class SharedBuffers:
         """Returns an offer for the other end: a segment of this end that it can try to open with `try_offer`.
 
         Returns:
-            The file descriptor of the segment in this process and the token of this end's segments. The descriptor is
-            -1 if this end cannot use shared memory now.
+            The file descriptor of the segment in this process, and the token of this end's segments: bytes with which
+            each of them begins. The descriptor is -1 if this end cannot use shared memory now.
         """
         return self._pool.probe_descriptor(), self._pool.token
 
     def try_offer(self, descriptor: int, token: bytes) -> bool:
-        """Tries to open a segment that the other end has offered. If that works, this end can receive SHARED frames.
+        """Tries to open a segment that the other end has offered. If that works, this end can receive shared buffers.
 
         Args:
             descriptor: The file descriptor of the segment in the process of the other end; negative if it offers none.
-            token: The token of the other end's segments.
+            token: The token of the other end's segments: bytes with which each of them begins.
 
         Returns:
             Whether the segment could be opened. False also if shared memory is turned off here. No error is raised.
@@ -167,11 +168,14 @@ class SharedBuffers:
         return True
 
     def note_opened(self) -> None:
-        """Notes that the other end could open the offered segment, so that this end may send SHARED frames."""
+        """Notes that the other end could open the offered segment: this end may now send buffers in shared memory."""
         self._peer_reads = True
 
     def _offer_again(self) -> None:
-        """Sends another offer if the last one is at least `RETRY_S` ago and there is a segment to offer."""
+        """Offers the other end a segment to open, unless the last offer is less than `RETRY_S` seconds ago.
+
+        Does nothing if this end cannot use shared memory now. Raises `ConnectionError` if the link is closed or broken.
+        """
         if monotonic() >= self._offer_at:
             self._offer_at = monotonic() + RETRY_S
             descriptor, token = self.offer()
@@ -217,9 +221,10 @@ class SharedBuffers:
         return True
 
     def _write_and_send(self, frame: bytes, buffers: list[memoryview]) -> bool:
-        """Copies the buffers into a segment and sends the frame.
+        """Copies the buffers into a free segment and sends the frame. A large frame itself is copied there as well.
 
-        Returns False, with nothing sent, if there is no segment.
+        Returns True. Returns False, with nothing sent, if no segment is free. `buffers` is not changed. Raises
+        `ConnectionError` if the link is closed or broken.
         """
         has_frame = len(frame) > FRAME_INLINE_MAX_BYTES
         written = [memoryview(frame), *buffers] if has_frame else buffers
@@ -230,9 +235,10 @@ class SharedBuffers:
         return True
 
     def _send_shared(self, frame: bytes, written: Sequence[memoryview], place: Place, has_frame: bool) -> None:
-        """Sends the SHARED frame for buffers that were written into the segment `place`.
+        """Sends the internal frame that tells the other end that the buffers `written` are in the segment `place`.
 
-        With `has_frame`, the first of `written` is the frame itself, and `frame` is empty.
+        With `has_frame`, the first of `written` is the frame itself, and `frame` is empty. Raises `ConnectionError` if
+        the link is closed or broken.
         """
         sizes = [buffer.nbytes for buffer in written]
         header = _SHARED_HEADER.pack(SHARED, has_frame, len(sizes), *place)
@@ -240,10 +246,12 @@ class SharedBuffers:
         self.bytes_out += sum(sizes)
 
     def _send_common(self, frame: bytes, buffers: CommonBuffers, total: int) -> bool:
-        """Sends a frame whose buffers are in a common segment, which is written for the first link.
+        """Sends a frame whose buffers are in one segment for several receivers, the common segment.
 
-        `total` is the size of the frame with its buffers. Returns False, with nothing sent, if there is no segment or
-        the frame is too large or too small for one.
+        The first link of a broadcast copies the buffers there; the others only name the segment. `total` is the size
+        of the frame with its buffers. Returns True. Returns False, with nothing sent, if no segment is free, `total` is
+        less than `COMMON_MIN_BYTES`, or `frame` is longer than `FRAME_INLINE_MAX_BYTES`. Raises `ConnectionError` if
+        the link is closed or broken.
         """
         if total < COMMON_MIN_BYTES or len(frame) > FRAME_INLINE_MAX_BYTES:
             return False
@@ -264,7 +272,9 @@ class SharedBuffers:
     def _send_back(self, frame: bytes, buffers: list[memoryview], returnable: ReturnableBuffers) -> bool:
         """Sends buffers back in the segment in which they came, or copies in another one if other views exist.
 
-        Returns False if neither is possible. Then nothing was sent, and `buffers` has copies of the buffers.
+        `returnable` describes these buffers: their segment, offsets and sizes. Returns True, with `buffers` emptied.
+        Returns False if neither is possible: then nothing was sent, and `buffers` has copies of the buffers. Raises
+        `ConnectionError` if the link is closed or broken.
         """
         with returnable:
             buffers.clear()  # the last views at this end, unless the program has kept some
@@ -291,7 +301,8 @@ class SharedBuffers:
 
         Returns:
             A copy of each buffer, which does not change when the program changes the original. None if shared memory
-            cannot be used for this frame; then nothing was sent and `buffers` is unchanged.
+            cannot be used for this frame: the frame is too large, its buffers are too small, too many or none, no
+            segment is free, or the other end cannot open segments. Then nothing was sent and `buffers` is unchanged.
 
         Raises:
             ConnectionError: The link is closed or broken.
@@ -314,18 +325,18 @@ class SharedBuffers:
     # Receiving
 
     def receive(self, data: bytes) -> Frame | None:
-        """Processes an internal frame of a kind that the module docstring lists.
+        """Processes an internal frame about shared memory: one that carries a frame, or a message between the links.
 
         Args:
-            data: The internal frame. It must not be empty.
+            data: The internal frame, whose first byte is its kind. It must not be empty.
 
         Returns:
             The frame of the other end that `data` carries, with its buffers. None if it carries none, or if its segment
             cannot be opened now: then its buffers are requested, and `complete` returns the frame later.
 
         Raises:
-            ProtocolError: The kind is unknown, a header is too short, or a segment is named that does not exist or was
-                not sent.
+            ProtocolError: The kind is unknown, a header is too short, the frame is too large, or a segment is named
+                that does not exist or was not sent.
             ConnectionError: An answer cannot be sent, because the link is closed or broken.
         """
         kind = data[0]
@@ -348,11 +359,10 @@ class SharedBuffers:
         return None
 
     def _receive_shared(self, data: bytes) -> Frame | None:
-        """Returns the frame in a SHARED frame.
+        """Returns the frame in a SHARED frame: an internal frame whose buffers are in a segment of the other end.
 
-        Requests the buffers and returns None if the segment cannot be opened now.
-
-        Raises `ProtocolError` if the frame is not valid, is too large, or this end has not opened an offered segment.
+        If the segment cannot be opened now, requests the buffers without shared memory, and returns None. Raises
+        `ProtocolError` if the frame is not valid, is too large, or this end has not opened an offered segment.
         """
         if self._reader is None:
             raise ProtocolError("the other end sent a frame in shared memory, which this end has not agreed to")
@@ -364,7 +374,11 @@ class SharedBuffers:
         )
 
     def _receive_common(self, data: bytes) -> Frame | None:
-        """Returns the frame in a COMMON frame. The rest is as in `_receive_shared`."""
+        """Returns the frame in a COMMON frame: an internal frame whose buffers are in a segment for several receivers.
+
+        If the segment cannot be opened now, requests the buffers without shared memory, and returns None. Raises
+        `ProtocolError` if the frame is not valid, is too large, or this end has not opened an offered segment.
+        """
         if self._reader is None:
             raise ProtocolError("the other end sent a frame in shared memory, which this end has not agreed to")
         (_, _, _, descriptor, number, lease_descriptor, lease), sizes, frame = _unpack(_COMMON_HEADER, data)
@@ -391,7 +405,21 @@ class SharedBuffers:
     ) -> Frame | None:
         """Returns a frame with the buffers that `read` returns from shared memory.
 
-        `number` is the segment by which its buffers are requested if they cannot be opened now. Then returns None.
+        Args:
+            read: Opens the segment and returns its buffers.
+            number: The number of the segment, or of its lease, by which the buffers are requested if it cannot be
+                opened now.
+            frame: The bytes of the frame; empty with `has_frame`.
+            sizes: The size of each buffer in bytes.
+            has_frame: Whether the first buffer is the frame itself.
+
+        Returns:
+            The frame and its buffers. None if the segment cannot be opened now: the buffers were requested.
+
+        Raises:
+            ProtocolError: There is no such segment, too many frames wait for their buffers, or `has_frame` is True and
+                there are no buffers.
+            ConnectionError: The request cannot be sent, because the link is closed or broken.
         """
         try:
             buffers = read()
@@ -410,7 +438,10 @@ class SharedBuffers:
         return _with_frame(frame, buffers, has_frame)
 
     def _receive_returned(self, data: bytes) -> Frame:
-        """Returns the frame in a RETURNED frame. Raises `ProtocolError` if the other end does not have that segment."""
+        """Returns the frame in a RETURNED frame: one whose buffers the other end sends back in a segment of this end.
+
+        Raises `ProtocolError` if the header is too short, or the other end does not have that segment.
+        """
         (_, _, count, number), table, frame = _unpack(_RETURNED_HEADER, data, numbers_per_buffer=2)
         try:
             buffers = self._writer.take_returned(number, table[:count], table[count:])
@@ -449,9 +480,11 @@ class SharedBuffers:
         return _with_frame(frame, buffers, has_frame)
 
     def _supply(self, data: bytes) -> None:
-        """Processes a MISSING frame: sends the buffers of that segment without shared memory, and frees the segment.
+        """Processes a MISSING frame: the other end cannot open a segment that it was sent.
 
-        Raises `ProtocolError` if the other end does not have that segment.
+        Sends the buffers of that segment without shared memory, and frees the segment. No buffers are copied into
+        shared memory until the other end has opened an offered segment again. Raises `ProtocolError` if the header is
+        too short, or the other end does not have that segment.
         """
         (_, _, _, number), sizes, _ = _unpack(_MISSING_HEADER, data)
         try:
@@ -489,7 +522,10 @@ class SharedBuffers:
             self._reader.sweep(before - RETRY_S)  # later than the writer does, so that it need not map them again
 
     def prepare_fork(self) -> None:
-        """Must be called before this process forks: memory that the child inherits is not written again."""
+        """Must be called before this process forks: makes sure that the buffers of the child do not change.
+
+        Shared memory of which the program has views now is not written again by either end.
+        """
         self._writer.prepare_fork()
         if self._reader is not None:
             self._reader.prepare_fork()
@@ -504,7 +540,10 @@ class SharedBuffers:
         self._writer.close()
 
     def abandon(self) -> None:
-        """Closes the descriptors of this end's segments in a forked child. The parent continues to use the memory."""
+        """Closes the descriptors of this end's segments in a forked child, which sends nothing in shared memory then.
+
+        The parent continues to use the memory.
+        """
         self._reader = None
         self._writer.abandon()
 
@@ -519,7 +558,9 @@ def _unpack(
 ) -> tuple[tuple[int, ...], tuple[int, ...], bytes]:
     """Returns the fields of the header of an internal frame, the numbers of its table, and the bytes after them.
 
-    Raises `ProtocolError` if `data` is too short for the header, or for the table that the header promises.
+    `header` is the layout of the header; its third field is the number of buffers. The table after it has
+    `numbers_per_buffer` numbers of 8 bytes for each buffer. Raises `ProtocolError` if `data` is too short for the
+    header, or for the table that the header promises.
     """
     try:
         fields = header.unpack_from(data)
@@ -544,5 +585,8 @@ def _with_frame(frame: bytes, buffers: Sequence[memoryview], has_frame: bool) ->
 
 
 def is_shared_kind(data: Buffer) -> bool:
-    """Returns whether an internal frame is one that `SharedBuffers.receive` processes; False if `data` is empty."""
+    """Returns whether an internal frame is about shared memory, so that `SharedBuffers.receive` must process it.
+
+    The first byte says that. False if `data` is empty.
+    """
     return bool(data) and (SHARED <= data[0] <= MISSING or data[0] == COMMON)

@@ -92,15 +92,17 @@ _NO_ACCESS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.E
 
 
 class Place(NamedTuple):
-    """Which segment has the buffers of a frame.
+    """Which segment, a block of shared memory, has the buffers of a frame.
 
     The sender puts this into the frame, and the receiver opens the segment.
+
+    Attributes:
+        descriptor: The file descriptor of the segment in the process of the sender.
+        number: The number of the segment. Unlike descriptors, numbers are not reused.
     """
 
     descriptor: int
-    """The file descriptor of the segment in the writer's process."""
     number: int
-    """The number of the segment. Unlike descriptors, numbers are not reused."""
 
 
 class CannotOpenError(Exception):
@@ -111,19 +113,17 @@ class CannotOpenError(Exception):
 
 
 class SegmentPool:
-    """Creates the shared segments that one worker writes into, and limits their number and total size.
+    """Creates the segments (blocks of shared memory) that one worker writes into. Limits their number and total size.
 
     A segment counts towards the limits from `create` to `remove`. All methods may be called in any thread.
+
+    Args:
+        max_bytes: The most bytes of all segments together. 0 turns shared memory off: `create` then returns None.
+        max_segments: The most segments at a time. Each needs a file descriptor.
+        warn: Called with a message when a segment cannot be created, at most once a minute.
     """
 
     def __init__(self, max_bytes: int, max_segments: int, warn: Callable[[str], object]) -> None:
-        """Creates a pool without segments.
-
-        Args:
-            max_bytes: The most bytes of all segments together. 0 turns shared memory off: `create` then returns None.
-            max_segments: The most segments at a time. Each needs a file descriptor.
-            warn: Called with a message when a segment cannot be created, at most once a minute.
-        """
         self.token = secrets.token_bytes(TOKEN_SIZE)
         """The first bytes of every segment of this worker."""
         self._max_bytes, self._bytes_left = max_bytes, max_bytes
@@ -188,10 +188,16 @@ class SegmentPool:
         return segment
 
     def write_common(self, buffers: Sequence[memoryview]) -> CommonSegment | None:
-        """Copies buffers into a common segment that is free, which is created if necessary. Does not wait.
+        """Copies buffers into a common segment, one for several readers, that is free. Creates one if necessary.
+
+        Does not wait.
+
+        Args:
+            buffers: The buffers of one frame. If there are none, an empty segment is used all the same.
 
         Returns:
-            The segment, which is held until `is_held` is set to False. None if no segment can be had.
+            The segment, with `is_held` set. It is not written again before the caller has set `is_held` to False, and
+            all readers have dropped it. None if no segment is free and none can be created.
         """
         total = _end_of([buffer.nbytes for buffer in buffers])
         with self._lock:
@@ -214,7 +220,9 @@ class SegmentPool:
         return common
 
     def sweep_common(self, before: float) -> None:
-        """Removes the common segments that no reader needs and that were last used before `before`.
+        """Removes the segments for several readers that no reader needs and that were last written before `before`.
+
+        Does nothing if there are none.
 
         Args:
             before: A time of the monotonic clock.
@@ -227,7 +235,10 @@ class SegmentPool:
             self.remove(common.segment)
 
     def _note_failure(self, error: Exception) -> None:
-        """Warns that a segment could not be created, unless a warning is too recent, and sets when to try again."""
+        """Warns that a segment could not be created because of `error`, and sets when to try again.
+
+        Does not warn if the last attempt failed as well, or the last warning is less than a minute ago.
+        """
         with self._lock:
             now = monotonic()
             must_warn = not self._is_failing and now >= self._warned_at + _WARN_INTERVAL_S
@@ -239,7 +250,7 @@ class SegmentPool:
             self._warn(f"no shared memory can be had ({error})")
 
     def _count_back(self, capacity: int) -> None:
-        """Counts one segment of `capacity` bytes less towards the limits, because it was not created."""
+        """Counts one segment of `capacity` bytes less towards the limits of the pool: it could not be created."""
         with self._lock:
             self._bytes_left += capacity
             self._segments_left += 1
@@ -260,7 +271,7 @@ class SegmentPool:
         return 2 * self._bytes_left < self._max_bytes or 2 * self._segments_left < self._max_segments
 
     def close(self) -> None:
-        """Makes `create` return None from now on, and closes the common segments and that of `probe_descriptor`.
+        """Makes `create` return None from now on. Closes the segments for several readers, and the probe segment.
 
         Other segments that exist stay usable, and their writers must close them. May be called twice.
         """
@@ -275,10 +286,12 @@ class SegmentPool:
 
 
 class CommonSegment:
-    """A segment that several readers map, with a lease for each.
+    """A segment (block of shared memory) whose buffers several readers map: the workers that get the same frame.
+
+    Each reader has a *lease*, a small segment of its own, which is in use as long as the reader has views of this one.
 
     Args:
-        segment: The segment, which no `SegmentWriter` has.
+        segment: The segment. It must not be used for anything else.
     """
 
     def __init__(self, segment: _WriterSegment) -> None:
@@ -288,34 +301,44 @@ class CommonSegment:
         self.is_held = False
         """Whether it is still being sent to readers."""
         self.used_at = 0.0
+        """When it was last written, as a time of the monotonic clock."""
 
     def is_free(self) -> bool:
-        """Returns whether it can be written: all readers have dropped it."""
+        """Returns whether the segment can be written: it is not being sent, and all readers have dropped it."""
         return not self.is_held and all(lease.is_free() for lease in self.leases)
 
     def is_over(self) -> bool:
-        """Returns whether it is not needed any more: each reader has dropped it, or its link is closed.
+        """Returns whether the segment can be removed: it is not being sent, and no reader will ask for its contents.
 
-        A reader whose link is closed may still have views, so the segment must not be written again.
+        That is so if each reader has dropped its views, or the link to it is closed. A reader whose link is closed may
+        still have views, so the segment must not be written again.
         """
         return not self.is_held and all(lease.is_free() or lease.is_closed() for lease in self.leases)
 
     def contents(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns one view of the segment for each size. Raises `OSError` if it is too small for them."""
+        """Returns one view for each size in bytes, of the buffers in the order in which they were written.
+
+        Raises `OSError` if the segment is too small for them. Other wrong sizes are not noticed.
+        """
         if self.segment.capacity < _end_of(sizes):
             raise OSError(f"buffers of {sizes} bytes are not in segment {self.segment.number}")
         return self.segment.contents(sizes)
 
     def has_lease(self, number: int) -> bool:
-        """Returns whether the segment was sent with the lease of that number since it was written."""
+        """Returns whether one of the leases that were sent since the segment was last written has this number.
+
+        A lease is the small segment by which one reader says how long it uses this one.
+        """
         return any(lease.place.number == number for lease in self.leases)
 
 
 class Lease:
-    """A segment without buffers, which its reader keeps in use as long as it has views of a common segment.
+    """A segment without buffers, which one reader keeps in use as long as it has views of a common segment.
+
+    A common segment is one whose buffers several readers map. It can be written again when all its leases are free.
 
     Args:
-        segment: The segment, which was claimed for the reader.
+        segment: The segment without buffers. It was marked as in use for the reader.
     """
 
     def __init__(self, segment: _WriterSegment) -> None:
@@ -324,19 +347,24 @@ class Lease:
         self._views = segment.keep_views([0])  # while they exist, the segment is not used for another frame
 
     def is_free(self) -> bool:
-        """Returns whether the reader has dropped its views."""
+        """Returns whether the reader has dropped its views of the common segment, so that this lease is not in use."""
         return self._segment.state() == _FREE
 
     def is_closed(self) -> bool:
-        """Returns whether the link to the reader is closed."""
+        """Returns whether the link to the reader is closed. Then the lease may stay in use for ever."""
         return self._segment.descriptor < 0
 
 
 class SegmentWriter:
-    """The segments that this worker writes for one peer, the *reader*. Methods may be called in any thread."""
+    """The segments (blocks of shared memory) that this worker writes for one peer, the *reader*.
+
+    It has none at first. Methods may be called in any thread.
+
+    Args:
+        pool: Creates the segments when they are needed.
+    """
 
     def __init__(self, pool: SegmentPool) -> None:
-        """Creates a writer without segments. `pool` creates its segments when they are needed."""
         self._pool = pool
         self._segments: list[_WriterSegment] = []
         self._lock = threading.RLock()
@@ -356,7 +384,7 @@ class SegmentWriter:
         return None if segment is None else segment.place
 
     def write_and_keep(self, buffers: Sequence[memoryview]) -> tuple[Place, list[memoryview]] | None:
-        """Copies buffers into one segment like `write`, and also returns views of the copies.
+        """Copies buffers into one segment that is not in use, and also returns views of the copies. Does not wait.
 
         The segment is not used for another frame while one of these views exists, even if the reader has freed it.
 
@@ -364,7 +392,8 @@ class SegmentWriter:
             buffers: The buffers of one frame.
 
         Returns:
-            The segment, and one view for each buffer in the same order. None if no segment is available.
+            The segment, now in use, and one view for each buffer in the same order. None if all segments are in use and
+            no other one can be created: then nothing was copied.
         """
         segment = self._write(buffers)
         if segment is None:
@@ -376,7 +405,10 @@ class SegmentWriter:
             raise
 
     def new_lease(self) -> Lease | None:
-        """Returns a new lease for the reader, which is in use; None if no segment is available."""
+        """Returns a new lease: a segment without buffers, in use until the reader has dropped its views of another one.
+
+        Returns None if all segments are in use and no other one can be created.
+        """
         with self._lock:
             segment = self._claim(0, _MIN_CAPACITY)  # not a larger one, which buffers may need
             if segment is None and self._add(0):
@@ -384,7 +416,7 @@ class SegmentWriter:
         return None if segment is None else Lease(segment)
 
     def free(self, number: int) -> None:
-        """Makes a segment available for another frame. The reader must not have opened it for the current one.
+        """Makes a segment available for another frame. The peer must not have opened it for the current one.
 
         Args:
             number: The number of the segment. Nothing happens if no segment of this writer has it.
@@ -395,7 +427,7 @@ class SegmentWriter:
                     segment.free()
 
     def contents(self, number: int, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns the buffers in a segment that the reader was sent but cannot open.
+        """Returns the buffers in a segment that the peer was sent but cannot open.
 
         The caller must call `free` when it does not need the views any more.
 
@@ -407,7 +439,7 @@ class SegmentWriter:
             One view of the segment for each size.
 
         Raises:
-            OSError: No segment with that number is in use by the reader, or the segment is too small for these sizes.
+            OSError: No segment with that number is in use by the peer, or the segment is too small for these sizes.
         """
         with self._lock:
             for segment in self._segments:
@@ -416,7 +448,7 @@ class SegmentWriter:
         raise OSError(f"buffers of {sizes} bytes are not in segment {number}")
 
     def take_returned(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """Returns the buffers that the reader has sent back in a segment of this writer, and frees the segment.
+        """Returns the buffers that the peer has sent back in a segment of this writer, and frees the segment.
 
         The segment is used for another frame only after all views that are returned here were dropped.
 
@@ -429,7 +461,7 @@ class SegmentWriter:
             One writable view for each buffer, in the same order.
 
         Raises:
-            OSError: No segment with that number is in use by the reader, or the buffers overlap, are not aligned to 64
+            OSError: No segment with that number is in use by the peer, or the buffers overlap, are not aligned to 64
                 bytes, or reach beyond the end of the segment. The segment stays as it was.
         """
         with self._lock:
@@ -449,7 +481,7 @@ class SegmentWriter:
 
         Returns:
             True if the program keeps buffers of `take_returned` in more than half of `MAX_SEGMENTS_PER_LINK` segments,
-            or if `SegmentPool.is_short` returns True.
+            or if more than half of the bytes or segments that all links of this worker may have are in use.
         """
         if 2 * len(self._segments) > MAX_SEGMENTS_PER_LINK:
             shown = sum(segment.is_shown() for segment in self._segments)
@@ -458,7 +490,10 @@ class SegmentWriter:
         return self._pool.is_short()
 
     def _write(self, buffers: Sequence[memoryview]) -> _WriterSegment | None:
-        """Copies buffers into a segment, and returns the segment, which is now in use; None if none is available."""
+        """Copies buffers into a free segment, which is created if necessary. Returns the segment, now in use.
+
+        Returns None, with nothing copied, if all segments are in use and no other one can be created.
+        """
         total = _end_of([buffer.nbytes for buffer in buffers])
         segment: _WriterSegment | None = None
         try:
@@ -475,7 +510,10 @@ class SegmentWriter:
         return segment
 
     def _claim(self, total: int, most: float = math.inf) -> _WriterSegment | None:
-        """Marks the smallest free segment of `total` to `most` bytes as in use. Returns it; None if there is none."""
+        """Marks the smallest free segment that holds `total` to `most` bytes as in use, and returns it.
+
+        Returns None if there is none. The caller holds the lock.
+        """
         while True:
             smallest: _WriterSegment | None = None
             for each in self._segments:
@@ -504,7 +542,10 @@ class SegmentWriter:
         return segment is not None
 
     def _drop_oldest(self) -> bool:
-        """Removes the unused segment whose last use is the longest ago. Returns False if all segments are in use."""
+        """Removes the unused segment whose last use is the longest ago, and returns True.
+
+        Returns False, with nothing removed, if all segments are in use, or there are none.
+        """
         unused = [each for each in self._segments if each.state() != _IN_USE and not each.has_views()]
         for segment in sorted(unused, key=lambda segment: segment.used_at):
             state = self._withdraw(segment)
@@ -514,9 +555,10 @@ class SegmentWriter:
         return False
 
     def _withdraw(self, segment: _WriterSegment) -> int:
-        """Claims a segment and removes it from the list, unless a signal handler or finalizer has just claimed it.
+        """Marks a segment as in use and removes it from the list, unless a signal handler has just marked it as in use.
 
-        Returns the previous state of the segment. If that is not `_IN_USE`, the caller must call `_give_up`.
+        Returns its state before: `_FREE`, `_IN_USE` (then nothing was changed), or `_KEPT` (the peer needs it for
+        ever). If it is not `_IN_USE`, the caller must call `_give_up`.
         """
         state = segment.claim()
         if state != _IN_USE:
@@ -534,15 +576,17 @@ class SegmentWriter:
         self._pool.remove(segment)
 
     def has_unopened(self) -> bool:
-        """Returns whether the reader was sent a segment that it has not opened yet.
+        """Returns whether the peer was sent a segment that it has not opened yet.
 
-        After `close` the reader could not open it any more.
+        After `close` the peer could not open it any more.
         """
         with self._lock:
             return any(each.is_handed_out() and not each.is_mapped() for each in self._segments)
 
     def sweep(self, before: float) -> None:
-        """Removes free segments that were last used before `before`, and all that the reader keeps for ever.
+        """Removes free segments that were last used before `before`, and all that the peer keeps for ever.
+
+        The peer keeps a segment for ever if a child that it forked may use it. Does nothing if there are none.
 
         Args:
             before: A time of the monotonic clock.
@@ -559,7 +603,7 @@ class SegmentWriter:
                 self._give_up(segment, state)
 
     def prepare_fork(self) -> None:
-        """Gives up the segments of which the program still has buffers from `take_returned`.
+        """Closes and removes the segments of which the program still has buffers from `take_returned`.
 
         Must be called before this process forks: the segments are never written again, so the child does not see its
         inherited buffers change. Other segments stay as they are.
@@ -573,7 +617,7 @@ class SegmentWriter:
     def close(self) -> None:
         """Closes and removes all segments. `write` returns None from then on. May be called twice.
 
-        Buffers that the reader has mapped stay valid at the reader.
+        Buffers that the peer has mapped stay valid there.
         """
         with self._lock:
             self._is_closed = True
@@ -599,19 +643,21 @@ class SegmentWriter:
 
 
 class _WriterSegment:
-    """One shared segment, mapped in the process that created it and writes into it."""
+    """One segment (block of shared memory), mapped in the process that created it and writes into it.
+
+    Its state is `_FREE`, `_IN_USE` (a frame with it was sent to the reader), or `_KEPT` (the reader needs it for ever).
+    The constructor creates and maps the segment, which is free then.
+
+    Args:
+        capacity: How many bytes of buffers it can hold.
+        token: The first bytes of the segment, `TOKEN_SIZE` of them, by which the reader recognizes it.
+        number: A number that no other segment of the pool ever has.
+
+    Raises:
+        OSError: The system cannot create the segment.
+    """
 
     def __init__(self, capacity: int, token: bytes, number: int) -> None:
-        """Creates and maps a segment, which is free.
-
-        Args:
-            capacity: How many bytes of buffers it can hold.
-            token: The token of the writer's pool, of `TOKEN_SIZE` bytes.
-            number: A number that no other segment of the pool ever has.
-
-        Raises:
-            OSError: The system cannot create the segment.
-        """
         if capacity:
             import ctypes  # noqa: F401 (for `_new_exporter`, where it must not fail: importing takes descriptors)
 
@@ -637,7 +683,7 @@ class _WriterSegment:
             raise
 
     def claim(self) -> int:
-        """Marks the segment as in use, unless it is already. Returns its previous state: `_FREE`, `_IN_USE` or `_KEPT`.
+        """Marks the segment as in use, unless it is already. Returns its state before: `_FREE`, `_IN_USE` or `_KEPT`.
 
         There is no call between reading and writing the state, because a signal handler or finalizer could claim the
         segment during a call.
@@ -654,11 +700,14 @@ class _WriterSegment:
         self._bytes[_STATE_AT] = _FREE
 
     def is_handed_out(self) -> bool:
-        """Returns whether this writer has claimed the segment for the reader, which has neither freed nor kept it."""
+        """Returns whether the segment was taken for the reader, which has neither freed it nor kept it for ever."""
         return self._is_claimed and self.state() == _IN_USE
 
     def state(self) -> int:
-        """Returns the state byte: `_FREE`, `_IN_USE` or `_KEPT`. A faulty reader may have written another value."""
+        """Returns the byte that says whether the segment is used: `_FREE`, `_IN_USE` or `_KEPT` (for ever).
+
+        A faulty reader may have written another value.
+        """
         return self._bytes[_STATE_AT]
 
     def is_free(self) -> bool:
@@ -666,28 +715,29 @@ class _WriterSegment:
         return self._bytes[_STATE_AT] == _FREE and not self.has_views()
 
     def is_mapped(self) -> bool:
-        """Returns whether the reader says that it has the segment mapped."""
+        """Returns whether the reader says, by a byte in the segment, that it has the segment mapped."""
         return self._bytes[_MAPPED_AT] != 0
 
     def has_views(self) -> bool:
-        """Returns whether a view from `keep_views` or `show_views` exists."""
+        """Returns whether a view that `keep_views` or `show_views` returned still exists in this process."""
         return (self._kept is not None and self._kept() is not None) or self.is_shown()
 
     def is_shown(self) -> bool:
-        """Returns whether a view from `show_views` exists."""
+        """Returns whether a view that `show_views` returned still exists in this process."""
         return self._shown is not None and self._shown() is not None
 
     def contents(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns one view for each size, of the buffers that `fill` has written.
+        """Returns one view for each size in bytes, of the buffers that `fill` has written.
 
-        They do not keep the segment in use.
+        The views do not keep the segment from being written again. The sizes are not checked.
         """
         return _slices(self._bytes[_DATA_AT:], _offsets(sizes), sizes)
 
     def keep_views(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns one view for each size, of the buffers that `fill` has written.
+        """Returns one view for each size in bytes, of the buffers that `fill` has written.
 
-        While one of the views exists, `has_views` returns True.
+        While one of the views exists, `has_views` returns True, and the segment is not written again. The sizes are not
+        checked.
         """
         exporter = self._new_exporter()
         self._kept = weakref.ref(exporter)
@@ -696,7 +746,8 @@ class _WriterSegment:
     def show_views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """Returns one view for each offset and size, of buffers that the reader has sent back.
 
-        While one of the views exists, `has_views` and `is_shown` return True.
+        While one of the views exists, `has_views` and `is_shown` return True, and the segment is not written again. The
+        offsets count from the first buffer byte. Neither they nor the sizes are checked.
         """
         exporter = self._new_exporter()
         self._shown = weakref.ref(exporter)
@@ -711,7 +762,10 @@ class _WriterSegment:
         return self._exporter_type.from_buffer(self._bytes.obj)
 
     def fill(self, buffers: Sequence[memoryview]) -> None:
-        """Copies the buffers into the segment one after the other, each at a multiple of 64 bytes. They must fit."""
+        """Copies the buffers into the segment one after the other, each at a multiple of 64 bytes.
+
+        Raises `ValueError` if they do not fit.
+        """
         begin = _DATA_AT
         for buffer in buffers:
             size = buffer.nbytes
@@ -735,15 +789,18 @@ class _WriterSegment:
 
 
 class SegmentReader:
-    """The segments of one peer, the *writer*, which this worker has mapped. Methods may be called in any thread."""
+    """The segments (blocks of shared memory) of one peer, the *writer*, which this worker has mapped.
+
+    Methods may be called in any thread.
+
+    Nothing is opened before the first `check` or `read`.
+
+    Args:
+        process: The process id of the writer, on this host.
+        token: The token of the writer's `SegmentPool`. A segment that does not begin with it is refused.
+    """
 
     def __init__(self, process: int, token: bytes) -> None:
-        """Creates a reader without mappings. Nothing is opened yet.
-
-        Args:
-            process: The process id of the writer, on this host.
-            token: The token of the writer's `SegmentPool`. A segment that does not begin with it is refused.
-        """
         self._process = process
         self._token = token
         self._mappings: dict[int, _Mapping] = {}
@@ -793,14 +850,18 @@ class SegmentReader:
             return mapping.new_views(sizes)
 
     def read_common(self, place: Place, lease: Place, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns the buffers of a frame as views of a common segment. What is written there, no other reader sees.
+        """Returns the buffers of a frame as views of a common segment, which other workers read as well.
 
-        When the last of the views is dropped, the lease becomes free for the writer.
+        What this worker writes into the views, no other reader sees. When the last of them is dropped, the lease
+        becomes free for the writer.
 
         Args:
             place: The common segment.
-            lease: The lease of this reader.
+            lease: The segment without buffers that says how long this reader uses the common one.
             sizes: The size of each buffer in bytes, in the order in which the buffers were written.
+
+        Returns:
+            One writable view for each size.
 
         Raises:
             OSError: One of the segments does not exist or has another number, the common one is too small for these
@@ -921,10 +982,19 @@ class SegmentReader:
 
 
 class ReturnableBuffers:
-    """Buffers of a received frame that can perhaps be sent back to their writer without a copy.
+    """Buffers of a received frame that can perhaps be sent back in their shared segment, without a copy.
 
     Use it like this: inside of `with`, drop all views of the buffers, then call `give_back`. Inside of `with`, the
     segment is not freed when its last view is dropped.
+
+    Args:
+        mapping: The mapping of the segment.
+        offsets: Where each buffer begins, in bytes from the first buffer byte of the segment.
+        sizes: The size of each buffer in bytes, one for each offset.
+        lock: The lock of the `SegmentReader` that has the mapping.
+
+    Attributes:
+        number: The number of the segment.
     """
 
     __slots__ = ("_lock", "_mapping", "_unfreed", "number", "offsets", "sizes")
@@ -932,14 +1002,6 @@ class ReturnableBuffers:
     def __init__(
         self, mapping: _Mapping, offsets: Sequence[int], sizes: Sequence[int], lock: AbstractContextManager[object]
     ) -> None:
-        """Prepares to send back buffers of a mapped segment.
-
-        Args:
-            mapping: The mapping of the segment.
-            offsets: Where each buffer begins, in bytes from the first buffer byte of the segment.
-            sizes: The size of each buffer in bytes, one for each offset.
-            lock: The lock of the `SegmentReader` that has the mapping.
-        """
         self._mapping = mapping
         self._lock = lock
         self._unfreed = mapping.unfreed
@@ -948,13 +1010,13 @@ class ReturnableBuffers:
         self.sizes = sizes
 
     def __enter__(self) -> None:
-        """Keeps the segment from being freed. Returns nothing."""
+        """Keeps the segment from being freed for its writer, even if the last view is dropped. Returns nothing."""
         self._mapping.holders.append(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Frees the segment if nothing else uses it, unless `give_back` has returned True."""
+        """Frees the segment for its writer if no view of it exists, unless `give_back` has returned True."""
         self._mapping.holders.remove(self)
         if self._unfreed:
             self._mapping.hand_back(self._unfreed)
@@ -979,15 +1041,16 @@ class ReturnableBuffers:
 
 
 class _Mapping:
-    """One shared segment of the writer, mapped in the process that reads it."""
+    """One shared segment of the writer, mapped in the process that reads it.
+
+    The constructor marks the segment as mapped, by a byte in the segment that its writer reads.
+
+    Args:
+        memory: The mapping of the whole segment.
+        number: The number of the segment.
+    """
 
     def __init__(self, memory: mmap.mmap, number: int) -> None:
-        """Marks a segment as mapped, and prepares to make views of it.
-
-        Args:
-            memory: The mapping of the whole segment.
-            number: The number of the segment.
-        """
         import ctypes
 
         self.number = number
@@ -1014,7 +1077,7 @@ class _Mapping:
         self._state[_STATE_AT] = _KEPT
 
     def has_views(self) -> bool:
-        """Returns whether a view from `new_views` exists."""
+        """Returns whether a view that `new_views` returned still exists."""
         return self._exporter is not None and self._exporter() is not None
 
     def is_in_use(self) -> bool:
@@ -1026,7 +1089,7 @@ class _Mapping:
         return not self.has_views() and self.holders == [holder] and not self._is_kept
 
     def new_views(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns one view for each size, of the buffers of a new frame. Dropping the last view frees the segment.
+        """Returns one view for each size in bytes, of the buffers of a new frame. Dropping the last frees the segment.
 
         Raises `OSError` if the segment is in use or too small.
         """
@@ -1041,11 +1104,14 @@ class _Mapping:
         return _slices(memoryview(exporter).cast("B")[_DATA_AT:], _offsets(sizes), sizes)
 
     def plain_views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """Returns one view for each offset and size. The views do not keep the segment in use."""
+        """Returns one view for each offset and size in bytes. The views do not keep the segment in use.
+
+        The offsets count from the first buffer byte. Neither they nor the sizes are checked.
+        """
         return _slices(memoryview(self._memory)[_DATA_AT:], offsets, sizes)
 
     def hand_back(self, unfreed: list[int]) -> None:
-        """Frees the segment for the writer, unless the segment is in use or kept for ever.
+        """Tells the writer that it may use the segment again, unless the segment is in use or kept for ever.
 
         Args:
             unfreed: The list `unfreed` of the frame that the segment is freed for. It is emptied. If it is empty
@@ -1099,9 +1165,9 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _slices(data: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-    """Returns one view of `data` for each offset and size.
+    """Returns one view of `data` for each offset and size; an empty list for none.
 
-    Raises `ValueError` if there are not as many offsets as sizes.
+    Raises `ValueError` if there are not as many offsets as sizes. A view that would reach beyond `data` is shorter.
     """
     return [data[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)]
 

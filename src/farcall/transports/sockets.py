@@ -22,12 +22,14 @@ class OwnSocket(socket.socket):
 
     Call `release` to end the stream. If neither `release` nor `abandon` was called before the socket is freed, a
     `ResourceWarning` is given.
+
+    Args:
+        sock: The socket whose descriptor this one takes over and makes non-blocking. `sock` cannot be used any more.
     """
 
     __slots__ = ("released",)
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes over the descriptor of `sock`, and makes it non-blocking. `sock` cannot be used any more."""
         self.released = False
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self.setblocking(False)

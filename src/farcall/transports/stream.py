@@ -81,21 +81,21 @@ class StreamLink:
     It begins in its handshake, in which only small frames are allowed. `establish` completes the handshake.
 
     Only one thread at a time may be in `receive` or `wait`. Any thread may call the other methods.
+
+    The constructor sends nothing.
+
+    Args:
+        sock: The connected socket. The link takes it over and closes it.
+        address: The address of the other end, for log and error messages.
+        handshake_limit: The most bytes of a frame that the link receives before it is established.
+        network: Text that names the network namespace of this end (`network_identity`), for an unencrypted link on
+            loopback; empty for all other links.
     """
 
     can_append = True
     """Whether small frames can be appended (`append`), and sent together by one system call."""
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, network: str = "") -> None:
-        """Creates a link that is in its handshake. It sends nothing yet.
-
-        Args:
-            sock: The connected socket. The link takes it over and closes it.
-            address: The address of the other end, for log and error messages.
-            handshake_limit: The most bytes of a frame that the link receives before it is established.
-            network: Text that names the network namespace of this end (`network_identity`), for an unencrypted link on
-                loopback; empty for all other links.
-        """
         self.address = address
         self.network = network
         self.is_established = False

@@ -41,18 +41,16 @@ class TcpTransport:
 
     If `encryption`, the certificates of the worker, is given, links between hosts are encrypted. Links on loopback are
     not, unless `even_on_loopback` is True.
+
+    Args:
+        encryption: The certificates with which links between hosts are encrypted; None to encrypt no link.
+        even_on_loopback: Whether links on loopback are encrypted as well, for tests without a second host. Has no
+            effect if `encryption` is None.
     """
 
     scheme = "tcp"
 
     def __init__(self, encryption: Encryption | None = None, even_on_loopback: bool = False) -> None:
-        """Creates a transport.
-
-        Args:
-            encryption: The certificates with which links between hosts are encrypted; None to encrypt no link.
-            even_on_loopback: Whether links on loopback are encrypted as well, for tests without a second host. Has no
-                effect if `encryption` is None.
-        """
         self._encryption = encryption
         self._even_on_loopback = even_on_loopback
 
@@ -174,20 +172,19 @@ class TcpTransport:
 
 
 class TcpListener:
-    """A listening TCP socket on one address. `accept` returns the links of workers that connect to it."""
+    """A listening TCP socket on one address. `accept` returns the links of workers that connect to it.
+
+    Args:
+        sock: The socket. The listener takes it over and closes it.
+        encryption: The certificates for encrypted links; None to encrypt no link.
+        must_encrypt: True to encrypt every link. False to encrypt a link only if the other end begins with TLS.
+            Ignored if `encryption` is None.
+        handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
+    """
 
     def __init__(
         self, sock: socket.socket, encryption: Encryption | None, must_encrypt: bool, handshake_limit: int
     ) -> None:
-        """Creates a listener on a listening socket.
-
-        Args:
-            sock: The socket. The listener takes it over and closes it.
-            encryption: The certificates for encrypted links; None to encrypt no link.
-            must_encrypt: True to encrypt every link. False to encrypt a link only if the other end begins with TLS.
-                Ignored if `encryption` is None.
-            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
-        """
         self.address = _format_address(sock.getsockname())
         self._socket: OwnSocket | None = OwnSocket(sock)
         self._encryption = encryption
@@ -245,17 +242,17 @@ class _LoopbackLink(StreamLink):
     """A link that was accepted on loopback, by a worker that has certificates. It may be encrypted or not.
 
     The first byte that arrives shows whether the other end encrypts.
+
+    The constructor sends nothing.
+
+    Args:
+        sock: The connected socket. The link takes it over and closes it.
+        address: The address of the other end, for log and error messages.
+        handshake_limit: The most bytes of a frame that the link receives before it is established.
+        encryption: The certificates of this worker. They are used if the other end begins with TLS.
     """
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, encryption: Encryption) -> None:
-        """Creates a link that is in its handshake. It sends nothing yet.
-
-        Args:
-            sock: The connected socket. The link takes it over and closes it.
-            address: The address of the other end, for log and error messages.
-            handshake_limit: The most bytes of a frame that the link receives before it is established.
-            encryption: The certificates of this worker. They are used if the other end begins with TLS.
-        """
         super().__init__(sock, address, handshake_limit, network_identity(sock))
         self._encryption: Encryption | None = encryption
 

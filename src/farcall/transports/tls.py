@@ -114,6 +114,14 @@ class TlsSocket(OwnSocket):
     """A socket that encrypts with TLS over a connected TCP socket. It has those methods of a socket that farcall uses.
 
     The TLS handshake happens during the first `recv` or `send`, or in `do_handshake`. All errors are `OSError`s.
+
+    The constructor sends and receives nothing.
+
+    Args:
+        sock: The TCP socket, which cannot be used any more. Its timeout becomes the timeout of this object.
+        encryption: The certificates of this worker.
+        listens: True at the end that accepted the TCP connection: it is the server of the TLS handshake. False at the
+            end that connected.
     """
 
     __slots__ = (
@@ -139,13 +147,6 @@ class TlsSocket(OwnSocket):
     )
 
     def __init__(self, sock: socket.socket, encryption: Encryption, listens: bool) -> None:
-        """Takes over a connected TCP socket. Sends and receives nothing yet.
-
-        Args:
-            sock: The TCP socket, which cannot be used any more. Its timeout becomes the timeout of this object.
-            encryption: The certificates of this worker.
-            listens: Whether this is the end that accepted the connection.
-        """
         import ssl
 
         timeout = sock.gettimeout()

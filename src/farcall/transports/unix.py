@@ -110,20 +110,20 @@ class UnixLink(StreamLink):
     have a ring, frames go through the socket. Large buffers can be in shared memory in both cases.
 
     Only one thread at a time may be in `receive` or `wait`. Any thread may call the other methods.
+
+    The constructor sends nothing.
+
+    Args:
+        sock: The connected socket. The link takes it over and closes it.
+        address: The address of the other end, for log and error messages.
+        handshake_limit: The most bytes of a frame that the link receives before it is established.
+        process: The process id of the other end. None if the kernel does not know it; then no shared memory is
+            used.
     """
 
     can_append = False  # a frame in a ring makes no system call
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, process: int | None) -> None:
-        """Creates a link that is in its handshake. It sends nothing yet.
-
-        Args:
-            sock: The connected socket. The link takes it over and closes it.
-            address: The address of the other end, for log and error messages.
-            handshake_limit: The most bytes of a frame that the link receives before it is established.
-            process: The process id of the other end. None if the kernel does not know it; then no shared memory is
-                used.
-        """
         super().__init__(sock, address, handshake_limit)
         self._process = process
         self._shared: SharedBuffers | None = None
@@ -357,9 +357,10 @@ class UnixLink(StreamLink):
         return _RING_MAPPED
 
     def _hold_back(self, frame: bytes, buffers: list[memoryview] | None) -> bool:
-        """At the accepting end: keeps a frame, with copies of its buffers, until the link is set up. Empties `buffers`.
+        """Keeps a frame that this end sends, with copies of its buffers, until the link is set up. Empties `buffers`.
 
-        Returns True. Returns False, and keeps nothing, if the link is set up already.
+        Returns True. `_send_held_back` sends the frame later. Returns False, and changes nothing, if the link is set up
+        already, and always at the end that connected: that end is set up before it sends.
         """
         with self._setup_lock:
             if self._before_setup is None:
@@ -875,17 +876,18 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 class UnixTransport:
-    """The transport with the scheme `unix`: Unix sockets and shared memory, for workers of one user on one host."""
+    """The transport with the scheme `unix`: Unix sockets and shared memory, for workers of one user on one host.
+
+    The constructor creates no directory.
+
+    Args:
+        roots: Directories in which the directory of the sockets may be created; the first that works is used. None
+            stands for the system's temporary directory, and `/tmp` in case that path is too long for a socket.
+    """
 
     scheme = "unix"
 
     def __init__(self, roots: Iterable[str] | None = None) -> None:
-        """Creates a transport. Creates no directory yet.
-
-        Args:
-            roots: Directories in which the directory of the sockets may be created; the first that works is used. None
-                stands for the system's temporary directory, and `/tmp` in case that path is too long for a socket.
-        """
         self._roots = None if roots is None else tuple(roots)
 
     def listen(self, host: str | None, handshake_limit: int) -> UnixListener:
@@ -953,17 +955,16 @@ class UnixTransport:
 
 
 class UnixListener:
-    """A listening Unix socket with a path in the file system. `accept` returns the links of connecting workers."""
+    """A listening Unix socket with a path in the file system. `accept` returns the links of connecting workers.
+
+    Args:
+        sock: The socket. The listener takes it over and closes it.
+        path: The path of the socket. `close` removes it.
+        directory: A directory that `close` removes if it is empty; None to remove none.
+        handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
+    """
 
     def __init__(self, sock: socket.socket, path: str, directory: str | None, handshake_limit: int) -> None:
-        """Creates a listener on a listening socket.
-
-        Args:
-            sock: The socket. The listener takes it over and closes it.
-            path: The path of the socket. `close` removes it.
-            directory: A directory that `close` removes if it is empty; None to remove none.
-            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
-        """
         self.address = f"unix:{path}"
         self._socket: OwnSocket | None = OwnSocket(sock)
         self._path = path
