@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -376,10 +377,16 @@ class Poll:
         return poll(name)
 
 
-@pytest.mark.parametrize("way", ["rpc_sync", "worker", "reference"])
+CALLS: dict[str, Callable[[str], object]] = {
+    "rpc_sync": lambda name: farcall.rpc_sync("worker1", poll, args=(name,)),
+    "worker": lambda name: farcall.worker("worker1").call(poll, name),
+    "reference": lambda name: farcall.worker("worker1").keep(Poll).call(Poll.run, name),
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
 def test_ctrl_c_in_a_blocking_call_cancels_it(group_of_this_worker: LocalGroup, way: str) -> None:
     stage = new_stage("ctrl-c")
-    rref = farcall.worker("worker1").keep(Poll) if way == "reference" else None
 
     def press() -> None:
         assert arrived["ctrl-c"].wait(SOON)
@@ -388,12 +395,7 @@ def test_ctrl_c_in_a_blocking_call_cancels_it(group_of_this_worker: LocalGroup, 
     presser = threading.Thread(target=press)
     presser.start()
     with pytest.raises(KeyboardInterrupt):
-        if rref is not None:
-            rref.call(Poll.run, "ctrl-c")
-        elif way == "worker":
-            farcall.worker("worker1").call(poll, "ctrl-c")
-        else:
-            farcall.rpc_sync("worker1", poll, args=("ctrl-c",))
+        CALLS[way]("ctrl-c")
     presser.join()
     eventually(lambda: stage == ["cancelled"])
 
