@@ -6,6 +6,7 @@ threads are inspected when a description is needed.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -21,6 +22,21 @@ if TYPE_CHECKING:
 _MAX_LISTED: Final = 5
 
 
+def _current_frames() -> dict[int, FrameType]:
+    """Returns the stack frame of each thread of this process, by the ident of the thread.
+
+    Garbage is not collected meanwhile: some versions of CPython would wait for ever for a lock that they hold
+    themselves (gh-106883).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def describe_busy_work(threads: Iterable[int], connections: Iterable[ClientConnection]) -> str:
     """Returns text that lists what this worker is still doing, for messages.
 
@@ -32,7 +48,7 @@ def describe_busy_work(threads: Iterable[int], connections: Iterable[ClientConne
         threads: The idents of the executor's threads; may be empty. Unknown idents are ignored.
         connections: This worker's connections to others; may be empty.
     """
-    frames = sys._current_frames()
+    frames = _current_frames()
     things = [thing for ident in threads for thing in _functions_in(frames.get(ident))]
     for connection in connections:
         for call in list(connection.pending.values()):
