@@ -15,7 +15,7 @@ from farcall.runtime.busy_report import describe_busy_work
 def test_no_garbage_is_collected_while_stacks_are_looked_at(monkeypatch: pytest.MonkeyPatch, is_enabled: bool) -> None:
     """Some versions of CPython hold a lock meanwhile that a collection waits for."""
     seen = []
-    original = sys._current_frames
+    original = vars(sys)["_current_frames"]
 
     def current_frames() -> dict[int, object]:
         seen.append(gc.isenabled())
