@@ -178,7 +178,8 @@ def pack_full_reply(
         payload: The pickled result, or the encoded failure; may be empty.
         references: The result of `pack_references`; empty for none.
         annotations: The result of `pack_annotations`; empty for none.
-        is_kept: True if the reply only says that the owner of a reference has the result.
+        is_kept: True to say that the callee has the result of a KEEP, and sends it on request. False if `payload` is
+            the result or the failure.
     """
     flags = (HAS_REFERENCES if references else 0) | (HAS_ANNOTATIONS if annotations else 0) | (IS_KEPT * is_kept)
     return b"".join((_pack(kind, flags, 0, 0, call_id), references, annotations, payload))
@@ -195,7 +196,10 @@ def pack_message(kind: int, payload: bytes) -> bytes:
 
 
 def pack_cancel(call_id: int) -> bytes:
-    """Returns a CANCEL frame for the call with that id."""
+    """Returns a CANCEL frame, by which a caller tells the callee that it does not want the result of a call any more.
+
+    `call_id` is the id of the call. Raises `struct.error` if it does not fit into its field.
+    """
     return _pack(CANCEL, 0, 0, 0, call_id)
 
 

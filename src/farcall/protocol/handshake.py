@@ -69,12 +69,13 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
         name: The name of the connecting worker.
         rank: The rank of the connecting worker; -1 if it has none.
         wanted: The name of the worker that the listening end should be; empty for a store.
-        number: The number of the connecting worker. With `host` and `addresses`, it lets a listening end that does not
-            know this worker yet add it to the group.
+        number: The number of the connecting worker; 0 if the listening end is a store. With `host` and `addresses`, it
+            lets a listening worker that does not know this worker yet add it to the group.
         host: The kernel and network namespace of the connecting worker, from `network_identity`.
         addresses: Where the connecting worker listens.
         wanted_number: The number of the wanted worker. After a restart, the worker of that name has another number.
-        dialed: The address that the connecting end has connected to; empty for a store that is not on loopback.
+        dialed: The address that the connecting end has connected to. It is empty if the listening end is a store that
+            is not on loopback.
         nonce: Random bytes that were never used before.
         limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the connecting
             end accepts; 0 if it does not say.
@@ -109,6 +110,8 @@ class Challenge(msgspec.Struct, tag="challenge", frozen=True):
 class Proof(msgspec.Struct, tag="proof", frozen=True):
     """Shows that its sender knows the secret, without revealing it.
 
+    The connecting end sends it after `Challenge`. If it is right, the listening end answers with a proof of its own.
+
     `mac` is a message authentication code over the earlier messages of the handshake, made with the secret.
     """
 
@@ -121,7 +124,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     Attributes:
         name: The name of the listening worker or store.
         rank: The rank of the listening end; -1 if it has none.
-        number: The number of the listening worker.
+        number: The number of the listening worker; 0 for a store.
         limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the listening
             end accepts; 0 if it does not say.
     """

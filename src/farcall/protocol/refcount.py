@@ -91,8 +91,8 @@ class OwnedEntry:
     A new entry has no handles and no forks.
 
     Args:
-        created: Whether the request that creates the reference has arrived. False if only a worker that was given the
-            reference has named it so far.
+        created: Whether the reference was created. False if another worker has used the reference before its creator's
+            request arrived.
     """
 
     __slots__ = ("created", "forks", "handles", "refused")
@@ -268,8 +268,9 @@ class ReferenceCounts:
     def may_still_be_created(self, reference: RRefId, claimant: Worker = NO_CLAIMANT) -> bool:
         """Returns whether a reference of this owner does not exist yet, but can still be created.
 
-        If so, the reference is noted. This is for a message that uses a reference and arrives before the creator's
-        request. A noted reference is refused later if the creator creates it with another token, or is lost.
+        To be called for a message that uses a reference and arrives before the creator's request. If the result is
+        True, the reference is in `noted` from then on: it is refused later if the creator creates it with another
+        token, or if the creator is lost.
 
         Args:
             reference: The reference.
@@ -373,8 +374,8 @@ class ReferenceCounts:
             reference: The id, from `new_reference`.
 
         Returns:
-            `RefuseHandle` and similar effects for references with the same number and another token, if other workers
-            have named such before; nearly always an empty list.
+            Nearly always an empty list. If other workers have used the number of the reference with another token
+            before: `ForkRefused` to the holders of such forks, `RefuseHandle`, and perhaps `ReleaseValue`.
 
         Raises:
             ProtocolError: This worker is not both owner and creator of the reference, or the reference was created
@@ -487,10 +488,11 @@ class ReferenceCounts:
             sender: The worker that sent the message.
 
         Returns:
-            If this worker owns the reference: `RefuseHandle` if there is no value, and `ChildAccepted` to the sender,
-            unless the sender is this worker or is gone. If the sender owns the reference: `ConfirmHandle`. If the owner
-            is not in the group any more: `OrphanHandle`. Otherwise, if the sender is gone: `ForkRequest` to the owner.
-            In all other cases an empty list: the owner is not asked yet to count the fork.
+            If this worker owns the reference: first `RefuseHandle`, if the reference has no value and never will have
+            one; then `ChildAccepted` to the sender, if the sender is another worker of the group. If the owner is not
+            in the group any more: `OrphanHandle`. If the sender owns the reference: `ConfirmHandle`. Otherwise, if the
+            sender is gone: `ForkRequest` to the owner. In all other cases an empty list: the owner is not asked yet to
+            count the fork.
 
         Raises:
             ProtocolError: The sender did not make that fork, or this worker holds it already. Nothing is changed.
@@ -515,8 +517,8 @@ class ReferenceCounts:
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
         """Adds a handle of a reference that this worker owns. `fork` is the fork that `sender` made for it.
 
-        Returns `RefuseHandle` if there is no value, and `ChildAccepted` to the sender, unless the sender is this worker
-        or is gone.
+        Returns `RefuseHandle` if the reference has no value and never will have one. Also returns `ChildAccepted` to
+        the sender if the sender is another worker of the group. Returns an empty list if neither is so.
         """
         owned = self.owned.get(reference)
         if owned is None:
@@ -569,8 +571,8 @@ class ReferenceCounts:
             For the last handle of a reference at its owner, if there are no forks: `ReleaseValue`. For a fork that the
             owner has confirmed: `UserDeleted` to the owner. For a fork that the owner was not asked to count:
             `ChildAccepted` to the worker that passed it. An empty list if other handles or forks exist, if the fork was
-            passed on and must wait for that, if the owner has not answered yet, or if the fork was refused or its owner
-            lost.
+            passed on and must wait for that, or if the owner has not answered yet. Also an empty list if this worker
+            does not hold the fork, for example because it was refused or its owner is lost.
 
         Raises:
             ProtocolError: The owner has no handle of its own to drop, or the fork was dropped before. Nothing is
@@ -618,9 +620,9 @@ class ReferenceCounts:
             fork: The fork of it that the sender holds.
 
         Returns:
-            `ForkAccepted` to the workers that have asked before to count forks of the reference. `ForkRefused`,
-            `RefuseHandle` and similar effects if references with the same number and another token were named before.
-            Nearly always an empty list.
+            Nearly always an empty list. `ForkAccepted` to the workers that have asked before to count forks of the
+            reference. If workers have used the number of the reference with another token before: `ForkRefused` to the
+            holders of such forks, `RefuseHandle`, and perhaps `ReleaseValue`.
 
         Raises:
             ProtocolError: This worker is not the owner, the sender is not the creator, or the reference was created
@@ -652,19 +654,20 @@ class ReferenceCounts:
         return effects + [SendMessage(holder, ForkAccepted(reference, other)) for other, holder in noted]
 
     def _note(self, reference: RRefId, claimant: Worker) -> OwnedEntry:
-        """Adds and returns an entry for a reference that `claimant` has named and that this owner does not know.
+        """Adds and returns an entry for a reference that `claimant` has used and that this owner does not know.
 
-        The reference is also noted, until its creator's request arrives. If it cannot be created any more, or
-        `claimant` has named too many such references, the entry is marked as refused instead.
+        Normally adds the reference to `noted`, where it stays until its creator's request arrives. If the reference
+        cannot be created any more, or `claimant` has `MAX_CLAIMS` references in `noted`, marks the entry as refused.
         """
         owned = self.owned[reference] = OwnedEntry(created=False)
         owned.refused = not (self._may_be_created(reference) and self._add_claim(reference, claimant))
         return owned
 
     def _add_claim(self, reference: RRefId, claimant: Worker) -> bool:
-        """Notes a reference that is not created yet. Does nothing if it is noted already.
+        """Adds a reference to `noted`, the references that were used before their creation, and returns True.
 
-        Returns False, with nothing noted, if `claimant` has named `MAX_CLAIMS` such references.
+        Only returns True if the reference is there already. Returns False, with nothing added, if `claimant`, the
+        worker that uses the reference, has `MAX_CLAIMS` references in `noted`.
         """
         noted = self.noted.get(reference[1:3])
         if noted is not None and reference in noted:
@@ -707,10 +710,10 @@ class ReferenceCounts:
             del self.claims[claimant]
 
     def _disown_claims(self, lost: Worker) -> list[Effect]:
-        """Counts the noted references of a lost worker for `NO_CLAIMANT` from now on.
+        """Replaces `lost` by `NO_CLAIMANT` in `noted`, the references that were used before their creation.
 
-        A noted reference was named before its creation. Other workers may wait for it as well, so it is kept.
-        `NO_CLAIMANT` may have `MAX_CLAIMS` of them. Returns refusals of the rest; usually an empty list.
+        The references stay there, because other workers may wait for them as well. But `NO_CLAIMANT` has at most
+        `MAX_CLAIMS`: the rest is refused. Returns the effects of refusing them, from `_refuse_claim`; usually none.
         """
         effects: list[Effect] = []
         named = [each for noted in self.noted.values() for each, claimant in noted.items() if claimant == lost]
@@ -721,9 +724,10 @@ class ReferenceCounts:
         return effects
 
     def _refuse_other_tokens(self, created: RRefId) -> list[Effect]:
-        """Removes the noted references that have the creator and number of `created`, which is created now.
+        """Removes the references with the creator and number of `created` from `noted`, because it is created now.
 
-        Returns refusals of those with another token, such as `ForkRefused` and `RefuseHandle`; usually an empty list.
+        Those with another token are refused. Returns `ForkRefused` to the holders of their forks, `RefuseHandle`, and
+        `ReleaseValue` for each that nothing holds any more. Usually returns an empty list.
         """
         effects: list[Effect] = []
         for reference in self._forget_claims(created[1:3]):
@@ -735,7 +739,7 @@ class ReferenceCounts:
         """Refuses a reference that was named before its creation and will not be created.
 
         Returns `ForkRefused` to the holders of its forks, `RefuseHandle`, and `ReleaseValue` if nothing holds the
-        reference. The caller has removed it from the noted ones.
+        reference. The caller has removed the reference from `noted`.
         """
         owned = self.owned.get(reference)
         if owned is None:  # it was only used, and somebody may be waiting for its value
@@ -763,10 +767,11 @@ class ReferenceCounts:
         return [SendMessage(sender, ForkAccepted(reference, fork))] if owned.created else []
 
     def _fork_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Confirms a fork that this worker holds.
+        """Confirms a fork that this worker holds, because its owner counts it now.
 
-        Returns `ConfirmHandle`, `ChildAccepted` to the worker that passed the fork, and `UserDeleted` if it was
-        dropped. Raises `ProtocolError` if this worker did not ask for it, or the sender is not the owner.
+        Returns `ConfirmHandle`, and `ChildAccepted` to the worker that passed the fork. Also returns `UserDeleted` if
+        the fork was dropped and no fork made from it has to be waited for. Raises `ProtocolError` if this worker did
+        not ask the owner to count the fork, or the sender is not the owner.
         """
         held = self._answered(sender, reference, fork)
         held.state = CONFIRMED
@@ -780,7 +785,7 @@ class ReferenceCounts:
         """Removes a fork that the owner refuses to count.
 
         Returns `RefuseHandle`, and `ChildAccepted` to the worker that passed the fork. Raises `ProtocolError` if this
-        worker did not ask for it, or the sender is not the owner.
+        worker did not ask the owner to count the fork, or the sender is not the owner.
         """
         held = self._answered(sender, reference, fork)
         self._forget(fork, held)
@@ -804,10 +809,10 @@ class ReferenceCounts:
     def _child_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         """Processes a message that says that the owner counts `fork`, or that `fork` has ended.
 
-        This worker had made `fork` for the sender, from a fork of its own, the parent. The parent need not wait for it
-        any more. Returns `UserDeleted` or `ChildAccepted` for the parent if the parent was dropped and only waited for
-        this; else an empty list. Raises `ProtocolError` if this worker did not make `fork`, or made it for another
-        worker.
+        This worker had made `fork` for the sender, from a fork of its own, the parent. The parent need not wait for
+        `fork` any more. Returns `UserDeleted` or `ChildAccepted` for the parent if the parent was dropped and only
+        waited for this. Returns an empty list otherwise, also if the parent has ended already. Raises `ProtocolError`
+        if this worker did not make `fork`, or made it for another worker.
         """
         if fork.creator != self.me:
             raise ProtocolError(f"{fork} was not made here")
@@ -823,7 +828,7 @@ class ReferenceCounts:
     def _user_deleted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         """Removes a counted fork, because its holder has dropped it.
 
-        Returns `ReleaseValue` if no handle and no fork is left.
+        Returns `ReleaseValue` if no handle and no fork of the reference is left; else an empty list.
 
         Raises `ProtocolError` if the sender does not hold the fork.
         """
@@ -836,9 +841,10 @@ class ReferenceCounts:
     # What follows
 
     def _tell_parent(self, parent: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Returns the effect that sends `ChildAccepted` to `parent`: the worker that passed the fork on need not wait.
+        """Returns the effect that sends `ChildAccepted` to `parent`, the worker that has passed the fork on.
 
-        Returns an empty list if that worker is not in the group any more.
+        After that message, `parent` need not wait for the fork. Returns an empty list if `parent` is not in the group
+        any more.
         """
         told = new_tuple(ChildAccepted, (reference, fork))
         return [new_tuple(SendMessage, (parent, told))] if parent in self.workers else []
@@ -859,9 +865,10 @@ class ReferenceCounts:
         return [new_tuple(SendMessage, (held.reference.owner, new_tuple(UserDeleted, (held.reference, fork))))]
 
     def _forget(self, fork: ForkId, held: UserFork) -> None:
-        """Removes a held fork from all tables, and the forks made from it that it waits for.
+        """Removes a held fork from all tables.
 
-        Raises `KeyError` if this worker does not hold it.
+        The forks that were made from it, and that it still waits for, are removed from `parents`. Raises `KeyError` if
+        this worker does not hold the fork.
         """
         del self.held[fork]
         if held.state is UNREPORTED:

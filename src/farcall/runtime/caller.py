@@ -133,7 +133,7 @@ class Caller:
         """Sends a call to a worker, and returns the future of its result without waiting for the reply.
 
         Opens a connection first if there is none, and waits for that, at most `timeout` seconds. On the thread of an
-        event loop another thread does so, and the errors of that are those of the future.
+        event loop, does not wait: another thread connects and sends the call. The future fails if connecting fails.
 
         Args:
             to: The worker: its name, rank or `WorkerInfo`.
@@ -201,8 +201,9 @@ class Caller:
     ) -> list[Future[Any]]:
         """Sends the same call to several workers, and returns their futures without waiting for the replies.
 
-        The arguments are pickled once, and copied into shared memory once for all workers of this host. Workers to
-        which there is a connection are sent the call first, so that they do not wait for one that has to be connected.
+        The arguments are pickled once, and copied into shared memory once for all workers of this host; with client
+        interceptors, once for each worker. Workers that have a connection are sent the call first. Only then are
+        connections to the others opened.
 
         Args:
             workers: The workers; at least one.
@@ -246,14 +247,15 @@ class Caller:
         return [futures[worker] for worker in workers]
 
     def _needs_connection(self, worker: WorkerInfo) -> bool:
-        """Returns whether a call to a worker has to open a connection first."""
+        """Returns whether there is no connection to a worker; True also if the worker is not known."""
         peer = self._peers.by_key.get(worker)
         return peer is None or peer.connection is None
 
     def calls_pending(self, worker: WorkerInfo) -> int:
         """Returns how many calls of this worker to `worker` wait for a reply, without those made by `remote`.
 
-        Returns 0 if that worker is not known, or there is no connection to it.
+        If there is no connection to `worker`, returns how many calls wait for one, those made by `remote` included.
+        Returns 0 if that worker is not known.
         """
         peer = self._peers.by_key.get(worker)
         if peer is None:
@@ -273,7 +275,8 @@ class Caller:
     ) -> PendingCall | UnsentCall:
         """Sends a call to a worker, and returns its future. Opens a connection first if there is none.
 
-        On the thread of an event loop, does not wait for the connection: see `unsent`.
+        Waits for the connection. Only on the thread of an event loop, does not wait: another thread connects and sends
+        the call. The future is an `UnsentCall` then, and fails if connecting fails. Otherwise it is a `PendingCall`.
 
         Args:
             peer: The worker.
@@ -304,7 +307,10 @@ class Caller:
         timeout: float,
         intercepted: ClientCall | None = None,
     ) -> PendingCall | UnsentCall:
-        """Sends a call whose arguments are pickled to a worker, and returns its future. Connects first if necessary.
+        """Sends a call with pickled arguments to a worker, and returns its future. Connects first if necessary.
+
+        Waits for the connection. Only on the thread of an event loop, does not wait: another thread connects and sends
+        the call. The future is an `UnsentCall` then, and fails if connecting fails. Otherwise it is a `PendingCall`.
 
         Args:
             peer: The worker.
@@ -342,7 +348,9 @@ class Caller:
     def _call_later(self, peer: Peer, packed: _PackedCall, timeout: float) -> UnsentCall:
         """Returns the future of a call that is sent as soon as there is a connection. Does not wait.
 
-        Raises `WorkerLostError` if the worker has left or was lost.
+        `packed` is the call with its pickled arguments; its buffers are copied. `timeout` is how many seconds the call
+        may take, the time to connect included; 0 for no limit. The future fails if the timeout expires, if connecting
+        fails, or if the call is too large. Raises `WorkerLostError` if the worker has left or was lost.
         """
         if peer.is_lost:
             raise peer.lost_error()
@@ -366,7 +374,11 @@ class Caller:
         return call
 
     def _send_when_connected(self, peer: Peer, unsent: Unsent) -> None:
-        """Queues something for the thread that connects, or sends it if there is a connection by now. Never waits."""
+        """Queues `unsent`, a call, for the thread that connects to `peer`. Never waits.
+
+        Sends the call itself if there is a connection by now. Fails all queued calls if this worker was shut down or
+        expelled.
+        """
         connection = peer.send_when_connected(unsent)
         if connection is not None:
             unsent.send(connection)
@@ -374,9 +386,10 @@ class Caller:
             peer.fail_unsent(self._peers.closed)
 
     def _unconnected_error(self, peer: Peer, error: RpcError) -> RpcError:
-        """Returns the error of a call that was not sent because there is no connection. `error` says why.
+        """Returns the error of a call that was not sent because connecting failed with `error`.
 
-        Each call has an error of its own, because raising one adds to its traceback.
+        Returns the error of every call if this worker was shut down or expelled. Returns a copy of `error` if that is a
+        `WorkerLostError`, because raising an error adds to its traceback. Otherwise returns `error` itself.
         """
         if self._peers.closed is not None:  # this worker was shut down or expelled meanwhile
             return self._peers.closed
@@ -391,7 +404,15 @@ class Caller:
     def _send_packed(
         self, peer: Peer, connection: ClientConnection, packed: _PackedCall, timeout: float, spent: float
     ) -> PendingCall:
-        """Sends a call that may have references and annotations, and returns its future."""
+        """Sends a call that may have references and annotations, and returns its future.
+
+        `packed` is the call with its pickled arguments. `timeout` is how many seconds it may take; 0 for no limit.
+        `spent` is how many of these were needed to connect; 0 if none.
+
+        Raises:
+            TypeError, ValueError: An annotation is not valid, or the annotations are too large.
+            RpcError: A handle in the arguments cannot be used any more, or the worker is gone (`WorkerLostError`).
+        """
         function, callee, payload, buffers, handles, intercepted = packed
         packed_annotations = pack_annotations(intercepted.annotations if intercepted is not None else {})
         future = connection.new_call(function, timeout, spent)
@@ -517,14 +538,14 @@ class Caller:
         timeout: float,
         unattended: bool = False,
     ) -> Future[Any]:
-        """Calls a method of the value of a reference, or asks for the value, whether it exists, or its type.
+        """Calls a method of the value of a reference, or asks the owner for the value or its type.
 
-        Does not wait for the reply. A request for a value that does not exist yet is answered when it does.
+        Does not wait for the reply. If the value does not exist yet, the owner answers as soon as it exists.
 
         Args:
             handle: A handle of the reference.
-            what: METHOD to call a method, VALUE to ask for the value, PRESENCE to ask whether it exists, TYPE to ask
-                for its type. It is not checked.
+            what: METHOD to call a method, VALUE to ask for the value, TYPE to ask for its type, PRESENCE to ask for an
+                answer as soon as the value exists. It is not checked.
             method: The name of the method; for other requests a name for messages.
             args: The positional arguments of the method; empty for none.
             kwargs: Its keyword arguments; None for none.
@@ -533,7 +554,7 @@ class Caller:
                 executor reads the reply.
 
         Returns:
-            The future of the answer: the result of the method, the value, None (for PRESENCE), or the type. It fails if
+            The future of the answer: the result of the method, the value, the type, or None for PRESENCE. It fails if
             the value has no such method, and with `ReferenceRefusedError` if the owner does not have the value any
             more.
 
@@ -656,8 +677,8 @@ class Caller:
     def _callee_on(self, handle: Handle, what: bytes, method: str) -> bytes:
         """Returns what a request does with the value of a reference, as encoded in a frame.
 
-        `what` says what is asked for: METHOD (a call of the method with the name `method`), VALUE, PRESENCE or TYPE. It
-        is not checked. `method` is used only for METHOD.
+        `what` says what is asked for: METHOD (a call of the method with the name `method`), VALUE, TYPE, or PRESENCE
+        (an answer as soon as the value exists). It is not checked. `method` is used only for METHOD.
         """
         if handle.packed is None:
             handle.packed = pack_handle(handle.reference, handle.fork or ForkId(self._store.me, 0))
@@ -685,16 +706,17 @@ class Caller:
     ) -> Handle:
         """Makes a worker run a function and keep the result. Returns a handle of the result without waiting for it.
 
-        Opens a connection first if there is none, and waits for that, at most the default timeout. An error of the
-        function is raised when the handle is used.
+        Opens a connection first if there is none. Waits for that as long as the call may take; if it has no limit, at
+        most the default timeout. On the thread of an event loop, does not wait: another thread connects and sends the
+        call. An error of the function is raised when the handle is used.
 
         Args:
             to: The worker: its name, rank or `WorkerInfo`. This worker is allowed.
             function: The function.
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: The function is cancelled if there is no result within so many seconds; 0 and `UNSET_RPC_TIMEOUT`
-                for no limit but that of the scope.
+            timeout: The function is cancelled if there is no result within so many seconds. 0 and `UNSET_RPC_TIMEOUT`
+                set no limit. A deadline of the calling code holds in any case.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
@@ -735,8 +757,8 @@ class Caller:
             method: The name of the method.
             args: Its positional arguments; empty for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: The method is cancelled if there is no result within so many seconds; 0 and `UNSET_RPC_TIMEOUT`
-                for no limit but that of the scope.
+            timeout: The method is cancelled if there is no result within so many seconds. 0 and `UNSET_RPC_TIMEOUT`
+                set no limit. A deadline of the calling code holds in any case.
 
         Raises:
             OwnerLostError: The owner was lost.
@@ -771,9 +793,9 @@ class Caller:
             callee: The function or method, as encoded in a frame; empty if it must be pickled.
             args: The positional arguments; None or empty for none.
             kwargs: The keyword arguments; None or empty for none.
-            keeps: The handle whose method is called; None for a function. It is kept until the call has arrived.
-            timeout: Within how many seconds the result must be there; 0 and `UNSET_RPC_TIMEOUT` for no limit but that
-                of the scope.
+            keeps: The handle whose method is called; None for a function. It stays alive until the call has arrived.
+            timeout: Within how many seconds the result must be there. 0 and `UNSET_RPC_TIMEOUT` set no limit. A
+                deadline of the calling code holds in any case.
 
         Raises:
             UsageError: The timeout is not valid, or the call is too large.
@@ -806,7 +828,7 @@ class Caller:
             peer: The worker that runs the function.
             callee: The function or method, as encoded in a frame; empty if it must be pickled.
             call: The function, its arguments, annotations and time limit.
-            keeps: The handle whose method is called; None for a function. It is kept until the call has arrived.
+            keeps: The handle whose method is called; None for a function. It stays alive until the call has arrived.
             scope: The scope to which the call belongs, and with which it is cancelled; None for none.
 
         Raises:
@@ -871,7 +893,22 @@ class Caller:
     ) -> Handle:
         """Returns a handle of the result of a remote call that is sent as soon as there is a connection. Never waits.
 
-        Raises what `remote` raises, except for what is known only when there is a connection.
+        If connecting fails, the call is sent on a later connection.
+
+        Args:
+            peer: The worker that runs the function.
+            packed: The call with its pickled arguments. Its buffers are copied.
+            annotations: The packed annotations; empty for none.
+            keeps: The handle whose method is called; None for a function. It stays alive until the call has arrived.
+            deadline: When the result must be there, as a time of the monotonic clock; `FOREVER` for no limit.
+            scope: The scope with which the call is cancelled; None for none.
+
+        Raises:
+            WorkerLostError: The worker has left or was lost.
+            UsageError: The call is larger than this worker itself would accept. If only the other end does not accept
+                it, the handle raises an error when it is used.
+            SerializationError: The call has too many references for one frame.
+            RpcError: A handle in the arguments cannot be used any more.
         """
         if peer.is_lost:
             raise peer.lost_error()
@@ -932,7 +969,7 @@ class Caller:
             callee: The function or method, as encoded in a frame.
             handles: The handles of references in the arguments; may be empty.
             annotations: Named values for interceptors; may be empty.
-            keeps: The handle whose method is called, which is kept until it has run; None for a function.
+            keeps: The handle whose method is called; None for a function. It stays alive until the method has run.
             scope: The scope with which the call is cancelled; None for none.
         """
         value = Value()
@@ -981,10 +1018,14 @@ class Caller:
             raise too_large(function, connection.peer.name, excess)
 
     def resolve_timeout(self, timeout: float) -> float:
-        """Returns the timeout to use in seconds; 0 for no limit.
+        """Returns how many seconds a call may take: `timeout`, but no more than is left to the calling code.
+
+        Returns 0 for no limit.
 
         Args:
-            timeout: The timeout that the program has given, or `UNSET_RPC_TIMEOUT` for the default one.
+            timeout: The timeout that the program has given; 0 for no limit. `UNSET_RPC_TIMEOUT` stands for what is left
+                to the calling code; if that has no deadline, for the default timeout. In a block of `deadline(None)`
+                there is no default.
 
         Raises:
             UsageError: `timeout` is not a valid timeout, such as a negative number.
@@ -998,7 +1039,8 @@ class Caller:
 
         Args:
             timeout: The timeout of the call; 0 for no limit, `UNSET_RPC_TIMEOUT` if the program gave none.
-            default: Used if the program gave none and the running code has no deadline; 0 for no limit.
+            default: Used if the program gave none and the running code has no deadline; 0 for no limit. Not used in a
+                block of `deadline(None)`.
 
         Returns:
             Seconds; 0 for no limit.
@@ -1016,10 +1058,11 @@ class Caller:
         return timeout if timeout != UNSET_RPC_TIMEOUT else default
 
     def _connect(self, peer: Peer, function: Callee, timeout: float) -> ClientConnection:
-        """Opens the connection to a worker and returns it. Waits at most `timeout` seconds; 0 sets no limit here.
+        """Opens the connection to a worker and returns it. Waits at most `timeout` seconds.
 
-        `function` is for messages. Raises `RpcTimeoutError` if the timeout expired, `WorkerLostError` if the worker
-        cannot be reached, and `NotInitializedError` or `ExpelledError` if this worker was shut down or expelled.
+        The wait is never longer than `CONNECT_TIMEOUT_S` seconds, also if `timeout` is 0. `function` is for messages.
+        Raises `RpcTimeoutError` if the timeout expired, `WorkerLostError` if the worker cannot be reached, and
+        `NotInitializedError` or `ExpelledError` if this worker was shut down or expelled.
         """
         began = monotonic()
         try:
@@ -1065,7 +1108,10 @@ class Caller:
 
 
 def too_large(function: Callee, worker: str, excess: str) -> UsageError:
-    """Returns the error of a call that is larger than its callee accepts. `excess` is what `excess_of` returned."""
+    """Returns the error of a call of `function` that is larger than the worker named `worker` accepts.
+
+    `excess` is text for the message that says what is too large, as `excess_of` returns it.
+    """
     return UsageError(
         f"the call of `{callable_name(function)}` was not sent to worker {worker!r}: it has {excess}. Send it in "
         "several calls, or start that worker with a larger limit"
@@ -1079,17 +1125,20 @@ _NO_BUFFERS: list[memoryview] = []
 
 
 def _keep_until_answered(future: PendingCall | UnsentCall, handle: Handle) -> None:
-    """Keeps a handle alive until a call on its value, `future`, is complete; not at all if it is complete already."""
+    """Keeps `handle` alive until `future`, a call on the value of the handle, is complete.
+
+    Does nothing if the future is complete already.
+    """
     future.keeps = handle
     if future._state:  # settled already, perhaps before `keeps` was set
         future.keeps = None
 
 
 def _outcome_of(creation: PendingCall) -> Any:
-    """Returns the value in the reply to a call of `remote`; `KEPT` if the value must be requested from the owner.
+    """Returns the value in the reply to a call of `remote`. Raises the error of the function if it failed.
 
-    Raises the error of the function if it failed. `creation`, the future of that call, must be complete. `KEPT` also if
-    the connection was lost before the reply came.
+    `creation` is the future of the call, and must be complete. Returns the constant `KEPT` if the reply has no value,
+    or if the connection was lost before the reply came. Then the value must be requested from the owner.
     """
     reply = creation._reply
     if reply is not None:

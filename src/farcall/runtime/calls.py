@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class PendingCall(Future[Any]):
-    """The future of a call that this worker has made. A thread that waits for it reads replies from its connection.
+    """The future of a call that this worker has made. A thread that waits for it reads replies from `connection`.
 
     Args:
         connection: The connection on which the call is sent.
@@ -94,9 +94,10 @@ class PendingCall(Future[Any]):
         return self._value
 
     def cancel_alone(self) -> bool:
-        """Cancels the call, tells the callee with a CANCEL frame, and returns True. The future then fails.
+        """Cancels the call, tells the callee with a CANCEL frame, and returns True.
 
-        Its error is `CallCancelledError`. Returns False if the call is done, or if another thread is cancelling it.
+        The future then fails with `CallCancelledError`. Returns False if the call is done, or if another thread
+        is cancelling it.
         """
         return self.connection.cancel(self)
 
@@ -191,22 +192,21 @@ class KeptCall(PendingCall):
 
 
 class KeptCreation:
-    """A call made by `remote` as a member of a scope, so that it is cancelled together with the scope.
+    """A call made by `remote`, as a member of a scope. A scope is a set of calls that are cancelled together.
 
-    To cancel it is to ask the owner to stop the function. The owner then puts an error in the place of the value. The
-    `KeptCall` itself stays pending until its reply arrives, because the reply is also the acknowledgement.
+    `cancel` asks the owner to stop the function. The owner then puts an error in the place of the value. The future
+    `call` stays pending until its reply arrives, because the reply is also the acknowledgement.
 
     Args:
         store: The reference store of this worker.
-        call: The call.
-        reference: The reference of its result.
+        call: The future of the call; None if the call waits for a connection, so that no future gets its reply.
+        reference: The reference of the call's result.
         fork: The fork of `reference` that this worker holds.
     """
 
     __slots__ = ("_call", "_connection", "_fork", "_reference", "_store")
 
     def __init__(self, store: ReferenceStore, call: KeptCall | None, reference: RRefId, fork: ForkId) -> None:
-        """Creates the member. `call` is None if the call waits for a connection, so that no reply belongs to it."""
         self._store = store
         self._call = ref(call) if call is not None else None
         self._connection = call.connection if call is not None else None
@@ -214,7 +214,10 @@ class KeptCreation:
         self._fork = fork
 
     def done(self) -> bool:
-        """Returns whether the owner has replied. False if it is not known: there was no connection, or it was lost."""
+        """Returns whether the owner has replied.
+
+        Returns False if that is not known, because `call` is None or its connection was lost.
+        """
         if self._call is None or self._connection is None or self._connection.is_lost():
             return False
         call = self._call()

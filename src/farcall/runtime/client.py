@@ -180,7 +180,7 @@ class ClientConnection:
         Args:
             function: The function or the name of the method, for error messages.
             callee: The function or method to call, as encoded in a frame (`protocol.frames`).
-            payload: The pickled arguments; empty for none.
+            payload: The pickled arguments; empty for none. Their size is not compared with `peer_limits` here.
             buffers: The buffers of the arguments; may be empty. The link empties the list.
             timeout: How many seconds the call may take; 0 for no limit.
             spent: How many seconds of `timeout` have passed already, for example for connecting.
@@ -205,7 +205,9 @@ class ClientConnection:
         return future
 
     def new_call(self, function: Callable[..., Any] | str, timeout: float, spent: float = 0.0) -> PendingCall:
-        """Adds a new call to `pending` and returns its future. The caller must send the call with `send_call`.
+        """Adds a new call to `pending`, the calls that wait for a reply, and returns its future.
+
+        The caller must send the call with `send_call`.
 
         Args:
             function: The function or the name of the method, for error messages.
@@ -222,9 +224,10 @@ class ClientConnection:
         return future
 
     def new_kept_call(self, function: Callable[..., Any] | str) -> KeptCall:
-        """Adds a new call of `remote` to `pending` and returns its future. The caller must send the call.
+        """Adds a new call made by `remote` to `pending`, the calls that wait for a reply, and returns its future.
 
-        The call has no timeout, and `calls_made` does not count it. `function` is for error messages.
+        The caller must send the call. The call has no timeout, and is not counted in `calls_made`. `function` is for
+        error messages.
         """
         call_id = next(self._ids)
         self._kept_calls_made += 1
@@ -238,7 +241,8 @@ class ClientConnection:
     def send_call(self, future: PendingCall, frame: bytes, buffers: list[memoryview]) -> None:
         """Sends a call that `new_call` or `new_kept_call` has created. Does not wait for the reply.
 
-        If sending fails, the connection ends, and the call fails with `WorkerLostError`. While more than
+        If sending fails, the connection ends, and a call of `new_call` fails with `WorkerLostError`. A call of
+        `new_kept_call` gets the result `KEPT` then: it is sent again on the next connection. While more than
         `MAX_BACKLOG_BYTES` wait to be sent, this waits, at most until the call times out.
 
         Args:
@@ -307,9 +311,9 @@ class ClientConnection:
     def _hold_back(self, deadline: float) -> None:
         """Waits while more than `MAX_BACKLOG_BYTES` wait to be sent and the connection has not ended.
 
-        Stops at `deadline`, a time of the monotonic clock. Replies are read meanwhile, because the other end may not
-        read requests until its replies are read. Does not wait on the thread of an event loop: the leader of the
-        executor sends what is queued, and a program that awaits its calls is held back by that.
+        Stops at `deadline`, a time of the monotonic clock; `FOREVER` for no limit. Replies are read meanwhile, because
+        the other end may not read requests until its replies are read. Returns at once on the thread of an event loop,
+        and wherever else a thread must not sleep (`must_not_sleep`).
         """
         if self.link.backlog <= MAX_BACKLOG_BYTES or must_not_sleep():
             return
@@ -333,9 +337,10 @@ class ClientConnection:
         Args:
             future: A call of this connection.
             deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
-            scope: The scope that ends the wait when it is cancelled. None for the current scope of this thread, if it
-                has one.
-            waker: The member of `scope` that wakes this thread when `scope` is cancelled. None if `scope` is None.
+            scope: The function, or block of `deadline` or `detached`, that this thread is in. The wait ends when
+                `scope` is cancelled. None for the current one of this thread, if it has one.
+            waker: What `scope.add_waker` has returned. It wakes this thread when `scope` is cancelled. None if `scope`
+                is None.
 
         Raises:
             UsageError: A signal handler or finalizer called this while its own thread was processing a reply.
@@ -394,9 +399,10 @@ class ClientConnection:
     def _wait_in_scope(self, future: PendingCall, deadline: float, scope: Scope) -> None:
         """Waits until a call is settled, the deadline has passed, the connection has ended, or `scope` is over.
 
-        `deadline` is a time of the monotonic clock; `FOREVER` for no limit. If `scope` is over first, raises
-        `CancelledError`, or `RpcTimeoutError` if it is a `deadline` block. Does not return or raise the outcome of the
-        call.
+        `scope` is the function, or block of `deadline` or `detached`, that this thread is in. It is over when it was
+        cancelled or its time has passed. Then this raises `RpcTimeoutError` if the time of a `deadline` block has
+        passed, else `CancelledError`. `deadline` is a time of the monotonic clock; `FOREVER` for no limit. The outcome
+        of the call is neither returned nor raised.
         """
         until = scope.limit_wait(deadline)
         waker = scope.add_waker(partial(self._wake_reader_of, future))
@@ -418,11 +424,11 @@ class ClientConnection:
         return self._lost is not None or monotonic() >= deadline or (scope is not None and scope.is_cancelled)
 
     def _after_wait(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> None:
-        """Called by `wait` at its end, with the same arguments. Runs the callbacks that were left to this thread.
+        """Called by `wait` at its end, with its arguments. Runs the callbacks that were left to this thread, if any.
 
-        If there are none, the call is not settled, and `deadline` has not passed, waits again. If the call has timed
-        out, `_expire` is called before that. Raises `CancelledError` if the call is not settled and `scope` is
-        cancelled.
+        Otherwise, does nothing if the call is settled, the connection has ended or `deadline` has passed. Raises
+        `CancelledError` if the call is not settled and `scope` is cancelled. In all other cases calls `wait` again, and
+        before that `_expire` if the deadline of the call itself has passed.
         """
         if future.due is not None:
             due, future.due = future.due, None
@@ -493,8 +499,14 @@ class ClientConnection:
     def _sleep(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> bool:
         """Sleeps until a call is settled, this thread is woken to read the link, or the wait must end.
 
-        Returns False if the call is not settled and the deadline has passed or the scope is over, else True. `deadline`
-        is a time of the monotonic clock; `FOREVER` for no limit.
+        Returns True if the call is settled, or if the wait may go on. Returns False if the call is not settled, and the
+        connection has ended, the deadline has passed or `scope` is cancelled.
+
+        Args:
+            future: The call.
+            deadline: A time of the monotonic clock; `FOREVER` for no limit.
+            scope: What can cancel the wait; None for nothing.
+            waker: The member of `scope` that wakes this thread when `scope` is cancelled. None if `scope` is None.
         """
         gate = Gate()
         self._sleepers[gate] = None
@@ -637,16 +649,17 @@ class ClientConnection:
             raise
 
     def _complete_failed(self, future: PendingCall | None, error: BaseException) -> None:
-        """Called when processing a frame has raised `error`. Makes its call pending again, unless that is settled.
+        """Called when processing a frame has raised `error`. Makes `future` pending again, unless it is settled.
 
-        Ends the connection, because later frames are lost. If `error` is a `ConnectionError`, the caller must do that.
+        Also ends the connection, because later frames are lost. If `error` is a `ConnectionError`, the connection is
+        not ended here: the caller must end it.
 
         Args:
-            future: The call of the frame; None if the frame belongs to none.
+            future: The call that the frame is a reply to; None if there is none.
             error: The exception.
 
         Raises:
-            ProtocolError: `error` is a `struct.error`: the frame is too short.
+            ProtocolError: `error` is a `struct.error`: the frame is too short. Nothing is changed.
         """
         if isinstance(error, struct.error):
             raise ProtocolError("a frame came that is too short") from None
@@ -669,7 +682,7 @@ class ClientConnection:
             handles: The handles of the references in the frame; may be empty.
 
         Raises:
-            ProtocolError: The callee has kept the result, although the call was not made by `remote`.
+            ProtocolError: The reply says that the result stays at the callee, but the call was not made by `remote`.
         """
         future.keeps = None
         is_kept = type(future) is KeptCall
@@ -709,10 +722,11 @@ class ClientConnection:
             self.fail(future, future.timeout_error(has_started))
 
     def _open_reply(self, flags: int, frame: bytes, call_id: int) -> tuple[Any, int]:
-        """Returns the handles of the references in a reply, and the offset of its payload. Stores its annotations.
+        """Returns the handles of the references in a reply, and the offset of its payload in `frame`.
 
-        The handles are an empty sequence if the reply has no references. Raises `ProtocolError` if the references or
-        annotations cannot be read.
+        The handles are an empty sequence if the reply has no references. If the reply has annotations, and the call
+        `call_id` is one of `intercepted`, they become its `reply_annotations`; else they are dropped. Raises
+        `ProtocolError` if the references or annotations cannot be read.
         """
         at = HEADER_SIZE
         handles: Any = ()
@@ -727,7 +741,7 @@ class ClientConnection:
         return handles, at
 
     def _receive_message(self, kind: int, frame: bytes) -> None:
-        """Processes a frame that is not a reply: a control message or gossip.
+        """Processes a frame that is not a reply: a control message, or gossip (a message about the group).
 
         Raises `ProtocolError` if the frame is of another kind, or cannot be read.
         """
@@ -888,7 +902,7 @@ class ClientConnection:
     def _note_deadline(self, deadline: float) -> None:
         """Schedules `_expire_calls` for `deadline`, a time of the monotonic clock.
 
-        It must be earlier than the deadlines of all other pending calls.
+        `deadline` must be earlier than the deadlines of all other pending calls. That is not checked.
         """
         self._first_deadline = deadline
         self._schedule(deadline, self._expire_calls)
@@ -912,8 +926,8 @@ class ClientConnection:
         """Ends a call whose deadline has passed. Normally asks the callee first whether the function had started.
 
         To ask, sends a CANCEL frame, and gives the call a new deadline a moment later. When that has passed as well,
-        the call fails with `RpcTimeoutError`. It fails at once if the connection has ended, or if callees are not told
-        how much time is left. Does nothing if the call is settled.
+        the call fails with `RpcTimeoutError`. The call fails at once, without asking, if the connection has ended or
+        this worker does not honour deadlines (`deadline_factor` is 0). Does nothing if the call is settled.
         """
         call_id = future.call_id
         self._late.add(call_id)  # before it is not pending any more: its reply may arrive at the same time
@@ -1057,7 +1071,8 @@ class ClientConnection:
         """Ends the connection to a peer that has left the group.
 
         Ends it at once if no call is pending. Otherwise it ends after the last replies of the peer were read, and calls
-        without a reply fail with `WorkerLostError`. `reason` is the reason in error messages.
+        without a reply fail with `WorkerLostError`. `reason` is the reason in error messages. Has no effect on a
+        connection that has ended.
         """
         self._leaving = reason
         if not self.pending:

@@ -62,7 +62,10 @@ Watcher = Callable[[MembershipChange], object]
 
 
 class PeerTable:
-    """The members of the group, and some workers that are gone. Every call looks its callee up here."""
+    """The members of the group, and workers that are gone and still remembered. Calls look up their callees here.
+
+    Its attribute `closed` is the error of every call after this worker was shut down or expelled; None before.
+    """
 
     def __init__(self) -> None:
         """Creates an empty table."""
@@ -261,8 +264,8 @@ class Cluster:
     def refusal(self, hello: Hello) -> Refused | None:
         """Returns why a worker may not connect to this one; None if it may.
 
-        It may not if `hello` names another group or another wanted worker, if the worker is gone, or if the group is
-        fixed and the worker is not a member.
+        It may not if `hello` is for another group or is not for this worker, if the sender of `hello` has left or was
+        lost, or if the group is fixed and the sender is not a member.
 
         Args:
             hello: The first message of the worker's handshake.
@@ -292,10 +295,10 @@ class Cluster:
         self.add_member(Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses))
 
     def connection_closed(self, connection: ServerConnection) -> None:
-        """Called when a connection from another worker has ended. Has another thread contact the worker. Does not wait.
+        """Called when a connection from another worker has ended: tries to connect to that worker. Does not wait.
 
-        If nothing listens at the worker's address any more, the worker is declared lost. Does nothing if the handshake
-        of the connection had not succeeded.
+        Another thread connects. If nothing listens at the worker's address any more, the worker is declared lost. Does
+        nothing if the handshake of the connection had not succeeded.
         """
         if connection.is_admitted():
             if self._server_connections.get(connection.number) is connection:
@@ -319,9 +322,9 @@ class Cluster:
         self._act(effects)
 
     def examine(self, worker: Worker) -> None:
-        """Has another thread contact a worker, after a connection with it has ended. Does not wait.
+        """Connects to a worker again in another thread, after a connection with it has ended. Does not wait.
 
-        The thread connects again and sends control messages again that were not acknowledged. If nothing listens at the
+        The other thread also sends all control messages again that were not acknowledged. If nothing listens at the
         worker's address, the worker is declared lost. Does nothing if the worker is gone or not known, or if this
         worker or the whole group is shutting down.
 
@@ -461,9 +464,9 @@ class Cluster:
     # Carrying out effects
 
     def _change(self, effects: Iterable[Effect]) -> None:
-        """Carries out the effects that change tables: adds and removes workers. Ignores all others.
+        """Adds and removes workers, as `effects` say, and queues that for the watchers. Ignores all other effects.
 
-        The caller holds the lock.
+        `effects` are what the membership protocol has decided; may be empty. The caller holds the lock.
         """
         for effect in effects:
             if isinstance(effect, MemberJoined):
@@ -475,8 +478,9 @@ class Cluster:
                 self._note_change("left" if has_left else "lost", effect.member)
 
     def _act(self, effects: Iterable[Effect]) -> None:
-        """Carries out the effects that need no lock: sends messages, ends connections, and has watchers called.
+        """Sends messages, ends connections and tells the agent of changes, as `effects` say. Queues calls of watchers.
 
+        `effects` are what the membership protocol has decided; may be empty. `_change` must be called first.
         Also forgets the oldest workers that are gone if too many are remembered. The caller does not hold the lock.
         """
         for effect in effects:
@@ -544,7 +548,10 @@ class Cluster:
         self._peers.add(peer)
 
     def _remove(self, member: Member, has_left: bool) -> None:
-        """Marks a member as gone, in the tables only. `_clean_up_gone_worker` must follow, without the lock."""
+        """Marks a member as gone, in the tables only. `_clean_up_gone_worker` must follow, without the lock.
+
+        `has_left` is True if the member has left, and False if it was lost.
+        """
         fate = "has left the group" if has_left else "was lost"
         logger.info("worker %r: worker %r %s", self.me.name, member.name, fate)
         peer = self._peers.by_number[member.number]
@@ -555,7 +562,8 @@ class Cluster:
     def _clean_up_gone_worker(self, number: Worker, has_left: bool) -> None:
         """Ends the connections with a worker that is gone, fails the references that it owned, and tells the agent.
 
-        Called without the lock, because callbacks of users may run.
+        `has_left` is True if the worker has left: then its last replies are still read. False if it was lost. Called
+        without the lock, because callbacks of users may run.
         """
         peer = self._peers.by_number.get(number)
         if peer is not None and has_left:

@@ -140,7 +140,8 @@ class Executor:
     def submit(self, job: Job) -> None:
         """Queues a job, and wakes a thread to run it if necessary. Does not wait.
 
-        After `close`, runs the job at once if `must_run` is set, and drops it otherwise.
+        Before `start`, the job stays in the queue. After `close`, runs the job at once on the calling thread if
+        `must_run` is set, and drops it otherwise.
         """
         self.ready.append(job)
         if self._is_closed:
@@ -436,10 +437,10 @@ class Executor:
         Queued jobs with `must_run` are run by the calling thread, and all others are dropped. May be called twice.
 
         Args:
-            deadline: Until when to wait, as a time of the monotonic clock.
+            deadline: Until when to wait, as a time of the monotonic clock. Does not wait if it has passed.
 
         Returns:
-            The number of threads that still run then; 0 if all have ended.
+            The number of threads that still run then, without the calling thread; 0 if all have ended.
         """
         self.is_closing = True
         me = threading.current_thread()

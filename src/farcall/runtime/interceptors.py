@@ -98,15 +98,15 @@ class ServerCall:
     """A call that this worker is about to run for another. Interceptors may change its function and its arguments.
 
     Attributes:
-        caller: The worker that made the call; None for a remote call of this worker to itself.
+        caller: The worker that made the call; None if this worker has called itself with `remote`.
         function: The function, or a method that is bound to the value of a reference.
         name: The name of the function, for messages.
         args: The positional arguments.
         kwargs: The keyword arguments.
         annotations: The annotations of the call; empty if it has none.
         reply_annotations: Annotations to send with the reply; empty at first.
-        after_reply: `after_reply(function)` has a function called after the reply was sent. Errors that it raises are
-            logged.
+        after_reply: Given a function without arguments, calls it after the reply was sent. Errors that the function
+            raises are logged.
     """
 
     __slots__ = ("after_reply", "annotations", "args", "caller", "function", "kwargs", "name", "reply_annotations")
@@ -124,7 +124,7 @@ class ServerCall:
         """Creates the description of a call, without annotations of the reply. Nothing is checked.
 
         Args:
-            caller: The worker that made the call; None for a remote call of this worker to itself.
+            caller: The worker that made the call; None if this worker has called itself with `remote`.
             function: The function, or a method that is bound to the value of a reference.
             name: The name of the function, for messages.
             args: The positional arguments; may be empty.

@@ -173,7 +173,7 @@ def count_references(references: ReferenceCounts, values_to_come: Set[RRefId]) -
 
     Args:
         references: The reference counts of a worker.
-        values_to_come: The references whose value the worker owns and that is still pending.
+        values_to_come: The owned references whose values do not exist yet; may be empty.
 
     Returns:
         `num_owner_rrefs`: owned references that other workers hold, or whose value is pending. `num_pending_users`:

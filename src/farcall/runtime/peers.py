@@ -129,12 +129,14 @@ class Peer:
     # What waits for the connection
 
     def send_when_connected(self, unsent: Unsent) -> ClientConnection | None:
-        """Has something sent as soon as there is a connection, by the thread that connects. Does not wait.
+        """Queues a call that is sent as soon as there is a connection. Does not wait.
 
-        Starts a thread that connects, if there is none yet. If connecting fails, `unsent.fail` is called.
+        Starts a thread that connects, unless one runs already. The thread calls `unsent.send` when there is a
+        connection, or `unsent.fail` if connecting fails.
 
         Returns:
-            None; the connection if there is one by now. Then nothing was queued, and the caller must send.
+            None if the call was queued. If there is a connection by now, returns the connection. Then nothing was
+            queued, and the caller must send the call.
         """
         with self._unsent_lock:
             if self.connection is not None:
@@ -147,7 +149,7 @@ class Peer:
         return None
 
     def has_unsent(self) -> bool:
-        """Returns whether something waits for the connection, or is being sent by the thread that connects for it."""
+        """Returns whether a call waits for the connection, or the thread that connects for such calls still runs."""
         return bool(self._unsent) or self._is_connecting_for_unsent
 
     def count_unsent(self) -> int:
@@ -155,7 +157,10 @@ class Peer:
         return len(self._unsent)
 
     def fail_unsent(self, error: RpcError, made_until: float = FOREVER) -> None:
-        """Fails what waits for the connection, and was made until then (a time of the monotonic clock)."""
+        """Calls `fail(error)` of each call that waits for the connection. Does nothing if there are none.
+
+        Calls that were made after `made_until`, a time of the monotonic clock, stay in the queue.
+        """
         while True:
             with self._unsent_lock:
                 if not self._unsent or self._unsent[0].made_at > made_until:
@@ -171,7 +176,11 @@ class Peer:
             unsent.abandon(error)
 
     def _connect_for_unsent(self) -> None:
-        """The function of the thread that connects for the queue. Ends when the queue is empty."""
+        """The function of the thread that connects for the calls in the queue. Ends when the queue is empty.
+
+        If connecting fails, `fail` is called for the calls that were queued before the attempt. Later ones get another
+        attempt, unless the worker is gone or this worker was shut down or expelled.
+        """
         while True:
             with self._unsent_lock:
                 if not self._unsent:
@@ -188,9 +197,9 @@ class Peer:
                 raise
 
     def _send_unsent(self, connection: ClientConnection) -> None:
-        """Sends what waits for the connection, in order, and makes the connection that of this peer.
+        """Sends the calls that wait for the connection, in order. Then sets `self.connection` to `connection`.
 
-        Both in this order: a call that finds the connection must not overtake one that waits for it.
+        It is set last, because a call that finds the connection must not overtake one that waits for it.
         """
         try:
             with sleepless():  # while the connection is not known, nothing would end such a wait if the worker is lost
@@ -306,7 +315,7 @@ class Peer:
     def _reachable_addresses(self) -> list[tuple[Transport, str]]:
         """Returns the addresses that may work from this host, each with its transport, in order of preference.
 
-        The list is empty if this worker has no transport for any of them.
+        The list is empty if this worker has no transport for any of them, or if all work only on the other host.
         """
         same_host = are_on_one_host(self._member.host, self._me.host)
         return [
@@ -400,7 +409,7 @@ class Peer:
 
 
 class _AnotherWorkerError(PeerRefusedError):
-    """Another worker listens at the address now, or the right worker has refused the connection after its proof."""
+    """The other end has proved that it knows the secret, but it is not the wanted worker or refuses the connection."""
 
 
 def info_of(member: Member) -> WorkerInfo:

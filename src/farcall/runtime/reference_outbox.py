@@ -114,13 +114,17 @@ class Connection(Protocol):
 class UnackedKeep:
     """A call made by `remote` that its receiver has not acknowledged yet. Keeps the frame, to send it again.
 
-    It has no frame at first. `ReferenceStore.create_remote` sets `reference`, the id of the result, `fork`, the fork of
-    it that this worker holds, and `frame`.
+    `ReferenceStore.create_remote` sets `reference`, `fork` and `frame`. Before that, `frame` is empty, and the others
+    do not exist.
 
     Args:
-        via: The connection on which the call is sent. When it is lost, the frame is sent again on the next one.
+        via: The connection on which the call is sent. When it is lost, the frame is sent again on the next connection.
         keeps: The handle whose method is called; None for a function. It stays alive until the call is acknowledged.
         deadline: When the value must be there, on the monotonic clock; `FOREVER` for no limit.
+
+    Attributes:
+        reference: The id of the reference to the result.
+        fork: The fork of this reference that this worker holds.
     """
 
     __slots__ = ("buffers", "deadline", "fork", "frame", "keeps", "reference", "via")
@@ -182,7 +186,7 @@ class ControlFrame(NamedTuple):
 
 
 class Outboxes:
-    """The control messages to each other worker: those that wait to be sent, and those that are not acknowledged.
+    """The control messages to all other workers: those that wait to be sent, and those that are not acknowledged.
 
     Every use must hold the lock of the reference store.
     """
@@ -221,7 +225,7 @@ class Outboxes:
         """Removes messages from the outbox of a worker, and returns them as a frame with an acknowledgement.
 
         Takes at most `MAX_MESSAGES_PER_FRAME` messages; the rest stays. Returns None if there is neither a message nor
-        an owed acknowledgement.
+        an owed acknowledgement, as for a worker that is gone or was never added.
         """
         messages = self.unsent.pop(to, None)
         if messages is None:
@@ -239,15 +243,17 @@ class Outboxes:
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
         """Returns everything that a worker has not acknowledged, each with its number, in order; empty if nothing.
 
-        Also empties the outbox of that worker, whose messages are in the list.
+        Also empties the outbox of that worker, whose messages are in the list. The list is empty as well if the worker
+        is gone or was never added.
         """
         self.unsent.pop(to, None)
         return self.delivery.unacknowledged(to)
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """Returns the number up to which all messages of a worker were received; 0 if none was.
+        """Returns the number up to which all messages of a worker were received; 0 if the first was not.
 
-        The caller must send it: the acknowledgement is not owed any more.
+        Returns 0 also if the worker is gone or was never added. The caller must send the number to the worker:
+        `take_frame` does not return a frame for this acknowledgement any more.
         """
         self.owed.pop(to, None)
         return self.delivery.acknowledgement(to)
@@ -294,22 +300,23 @@ class OutboxSource(Protocol):
 
 
 class OutboxSender:
-    """Sends control messages about references, and gossip, to one worker.
+    """Sends control messages about references, and gossip (changes of the membership of the group), to one worker.
 
-    Answers (`ForkAccepted`, `ForkRefused`) are sent on the connection of the worker that asked, because that worker
-    reads it. All other messages are sent on our own connection. A control message that cannot be sent stays
-    unacknowledged, and is sent again on the next connection. Gossip that cannot be sent is dropped. Connecting takes
-    time, so a separate thread does it. If nothing listens at the worker's address any more, `on_unreachable` is called.
-    If connecting fails for another reason, the next heartbeat tries again.
+    Answers (`ForkAccepted`, `ForkRefused`) are sent on the connection that the other worker has opened, because it
+    reads that one. If there is none, or other messages are sent with them, they take the connection that this worker
+    has opened, as all other messages do. A control message that cannot be sent stays unacknowledged, and is sent again
+    on the next connection. Gossip that cannot be sent is dropped. Connecting takes time, so a separate thread does it.
+    If nothing listens at the worker's address any more, `on_unreachable` is called. If connecting fails for another
+    reason, the next heartbeat tries again.
 
     Args:
-        peer: The worker.
+        peer: The worker that gets the messages.
         source: The reference store, which has the messages.
         executor: Starts the threads that connect.
-        server_connection: Returns the worker's connection to this one; None if there is none.
+        server_connection: Returns the connection that `peer` has opened to this worker; None if there is none.
         on_unreachable: Called when nothing listens at the worker's address any more.
         gossip_slots: Limits how many connections are opened for gossip at a time; shared by the senders of this worker.
-            None for a limit of its own.
+            None for a semaphore of `MAX_GOSSIP_CONNECTS` that only this sender uses.
     """
 
     def __init__(
@@ -385,7 +392,7 @@ class OutboxSender:
     def connect_and_send(self) -> None:
         """Has another thread connect, if necessary, and send gossip and all unacknowledged messages. Does not wait.
 
-        If a thread does that already, it does so once more afterwards.
+        If such a thread runs already, no second one is started: the running thread connects and sends once more.
         """
         with self._lock:
             must_start = not self._is_wanted and not self._is_connecting
@@ -396,7 +403,8 @@ class OutboxSender:
     def _run(self) -> None:
         """The function of the thread that connects and sends.
 
-        Repeats that while `connect_and_send` is called meanwhile.
+        Connects and sends once more if `connect_and_send` was called meanwhile. Returns at once if another thread runs
+        this function for the same worker.
         """
         with self._lock:
             if self._is_connecting:

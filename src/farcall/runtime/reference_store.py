@@ -95,10 +95,10 @@ _TOKENS_AT_ONCE: Final = 256
 
 
 class Creation(Protocol):
-    """A remote call whose value is not there yet."""
+    """A call of `remote` that runs on this worker, and whose result, the value, does not exist yet."""
 
     def cancel(self) -> None:
-        """Stops the function that makes the value, and has an error take the place of the value. Runs no user code.
+        """Stops the function that makes the value, and sets an error in place of the value. Runs no user code.
 
         Does nothing if the value, or an error in its place, is there already.
         """
@@ -173,7 +173,7 @@ class ReferenceStore:
     # Workers
 
     def add_worker(self, worker: Worker) -> None:
-        """Adds a worker that has joined the group, given its number. Does nothing after `cut_off`.
+        """Adds a worker that has joined the group, given its number. Does nothing if this worker was expelled.
 
         Raises `ProtocolError` if the worker was added before and not removed.
         """
@@ -287,8 +287,8 @@ class ReferenceStore:
         Args:
             owner: The number of the worker that will create the value and keep it.
             passed: The handles in the arguments; may be empty.
-            unacked: A new `UnackedKeep`. This method stores the frame in it. If its frame is not empty afterwards, the
-                frame must be sent, even if this method has raised.
+            unacked: A new `UnackedKeep`, which keeps the call until the owner acknowledges it. This method stores the
+                frame in it. If its frame is not empty afterwards, the frame must be sent, even after an error.
             call_id: The id of the call, which the reply repeats.
             callee: The function or method to call, as encoded in a frame (`protocol.frames`).
             payload: The pickled arguments; may be empty.
@@ -380,7 +380,7 @@ class ReferenceStore:
             counts.pass_handle(reference, handle.fork, child, to)
 
     def _cancel_forks(self, handles: Sequence[Handle], carried: Sequence[Carried]) -> None:
-        """Undoes `_fork_all`, given the same handles and the forks that it has added to `carried`."""
+        """Undoes `_fork_all`, given its handles and the forks that it added to `carried`. The caller holds the lock."""
         for handle, (reference, child) in zip(handles, carried, strict=False):
             self._counts.cancel_pass(reference, handle.fork, child)
 
@@ -389,7 +389,8 @@ class ReferenceStore:
     def receive_references(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
         """Returns new handles of the references in a received frame; None if the same frame was received before.
 
-        The sender is sent an acknowledgement a few milliseconds later.
+        Returns None also if the sender has left or was lost. Otherwise the sender is sent an acknowledgement a few
+        milliseconds later.
 
         Args:
             sender: The number of the worker that sent the frame.
@@ -440,7 +441,10 @@ class ReferenceStore:
         return handles
 
     def _new_handle(self, carried: Carried, made: Made) -> Handle:
-        """Returns a new handle of a received reference, whether this worker or another one owns its value."""
+        """Returns a new handle of a received reference, whether this worker or another one owns its value.
+
+        `made` says where the handle was created, for leak reports.
+        """
         reference, fork = carried
         if reference[0] == self.me:
             value = self._values.get(reference)
@@ -452,7 +456,7 @@ class ReferenceStore:
         return handle
 
     def _new_own_handle(self, reference: RRefId, value: Value, made: Made) -> Handle:
-        """Returns a new handle of a value that this worker owns."""
+        """Returns a new handle of a value that this worker owns. `made` says where it was created, for leak reports."""
         handle = Handle(self, reference, None, value, made)
         self._own_handles.add(watch_handle(handle))
         return handle
@@ -471,7 +475,7 @@ class ReferenceStore:
 
         Returns:
             The future of the value, which the caller must settle, and handles of the references in the arguments. None
-            if the same frame was received before.
+            if the same frame was received before, or if the sender has left or was lost.
 
         Raises:
             ProtocolError: The sender has no right to create that reference, or to pass on one of the others.
@@ -560,7 +564,8 @@ class ReferenceStore:
         Does nothing if the owner has left or was lost.
 
         Args:
-            reference: A reference that this worker has created with `remote`. The owner refuses the request for others.
+            reference: A reference that this worker has created with `remote`. The owner ignores a request for
+                any other.
             fork: The fork of the reference that this worker holds.
         """
         with self._lock:
@@ -588,10 +593,11 @@ class ReferenceStore:
 
         Args:
             sender: The number of the worker that sent the frame.
-            payload: The payload of the frame: see `pack_control`.
+            payload: The payload of the frame, as `pack_control` encodes it.
 
         Raises:
-            ProtocolError: The payload cannot be decoded. Nothing was changed.
+            ProtocolError: The payload cannot be decoded, or it acknowledges a message that was never sent. Nothing was
+                changed.
         """
         acknowledged, messages = unpack_control(payload)
         try:
@@ -863,8 +869,8 @@ class ReferenceStore:
     def _has_work(self) -> bool:
         """Returns whether `process` has something to do.
 
-        That is so if there are dropped handles, unsent messages, owed acknowledgements, values to release, or forks
-        that their owner may have to be told of.
+        That is so if there are dropped handles, unsent messages, owed acknowledgements, values to release, forks to
+        end, received messages to process, or forks on this worker of which the owner does not know yet.
         """
         outboxes = self._outboxes
         is_due = self.dropped or self._arrived or self._to_end or outboxes.unsent or outboxes.owed
@@ -910,7 +916,12 @@ class ReferenceStore:
             return take_inventory(self._counts, self._values, self._origins, self._handles.find, self._name_of)
 
     def debug_info(self) -> dict[str, str]:
-        """Returns some numbers of references as text, by the names that torch uses. `count_references` lists them."""
+        """Returns some numbers of references as text, by the names that torch uses.
+
+        `num_owner_rrefs`: owned references that other workers hold, or whose value does not exist yet.
+        `num_pending_users`: forks on this worker that their owner has not confirmed. `num_pending_futures`: owned
+        values that do not exist yet. `num_forks`: forks on other workers of owned references.
+        """
         with self._lock:
             return count_references(self._counts, self._pending_values())
 

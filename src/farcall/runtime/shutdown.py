@@ -66,7 +66,7 @@ _SHUTDOWN: Final = Occasion("shutdown/", "shutdown()", "to shut down", "shut dow
 
 
 class Leaver(Protocol):
-    """What this module needs from the agent of this worker. `Agent` implements it."""
+    """This worker, for the functions that wait for others, such as `wait_for_everybody`. `Agent` implements it."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -76,7 +76,7 @@ class Leaver(Protocol):
         """Returns whether no function runs here for others, and no reply or acknowledgement is expected."""
 
     def busy_report(self) -> str:
-        """Returns text that says why this worker is not idle, for messages."""
+        """Returns text that says why this worker is not idle, for messages. Never empty, even if the worker is idle."""
 
     def calls_started(self) -> int:
         """Returns the number of calls that this worker has made so far."""
@@ -104,17 +104,19 @@ def deadline_of(timeout: float) -> float:
 
 
 def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion = _SHUTDOWN) -> None:
-    """Waits until all workers of a fixed group have called this and no call is running on any of them.
+    """Waits until all workers of a group of fixed size have called this, and no call is running on any of them.
 
     Args:
         leaver: This worker.
         rendezvous: The rendezvous of the group, in whose store the workers exchange how many calls they have made.
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
-        occasion: Why the workers wait. All workers must give the same one, and each may be used once.
+        occasion: Why the workers wait; a shutdown by default. All workers must give the same occasion. A group may use
+            an occasion only once, because its keys stay in the store.
 
     Raises:
-        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled. If a
-            worker was lost, the error is raised when this worker is idle, and names the lost worker.
+        ShutdownError: The deadline has passed, another worker was lost, the store failed, or the group has declared
+            this worker lost. If another worker was lost, the error names it, and is raised when this worker is idle. At
+            the deadline an error is raised in any case.
     """
     before = None
     number = 0
@@ -144,46 +146,51 @@ def confirm_leave(leaver: Leaver, rendezvous: Rendezvous, deadline: float) -> No
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
 
     Raises:
-        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled.
+        ShutdownError: The deadline has passed, another worker was lost, the store failed, or the group has declared
+            this worker lost.
     """
     _sum_call_counts(leaver, rendezvous, "farewell/", deadline)
 
 
 def wait_at_barrier(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion) -> None:
-    """Waits until all workers of a fixed group have called this with the same occasion, even if calls are running.
+    """Waits until all workers of a group of fixed size have called this with the same occasion. Calls may be running.
 
     Args:
         leaver: This worker.
         rendezvous: The rendezvous of the group.
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
-        occasion: Why the workers wait. Each may be used once.
+        occasion: Why the workers wait. A group may use an occasion only once, because its keys stay in the store.
 
     Raises:
-        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled.
+        ShutdownError: The deadline has passed, another worker was lost, the store failed, or the group has declared
+            this worker lost.
     """
     _refuse_if_lost(leaver, occasion)
     _sum_call_counts(leaver, rendezvous, occasion.prefix, deadline, occasion)
 
 
 def finish_what_has_begun(leaver: Leaver, deadline: float) -> None:
-    """Waits until this worker is idle, the deadline has passed, or this worker was expelled. Raises nothing.
+    """Waits until this worker is idle, but not after the deadline. Raises nothing.
 
-    Used when a worker was lost: the others are not waited for, but functions that run here should end. `deadline` is a
-    time of the monotonic clock; `FOREVER` for no limit.
+    Idle means that no function runs here for others, and no reply or acknowledgement is expected. Used when another
+    worker was lost: functions that run here should end first. Returns also if the group declares this worker lost.
+    `leaver` is this worker. `deadline` is a time of the monotonic clock; `FOREVER` for no limit.
     """
     with suppress(ShutdownError):
         wait_until_idle(leaver, deadline)
 
 
 def wait_until_idle(leaver: Leaver, deadline: float) -> None:
-    """Waits until this worker is idle (`Leaver.is_idle`), whatever the others do. Logs a warning after some seconds.
+    """Waits until this worker is idle, whatever the others do. Logs a warning after some seconds.
+
+    Idle means that no function runs here for others, and no reply or acknowledgement is expected.
 
     Args:
         leaver: This worker.
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
 
     Raises:
-        ShutdownError: The deadline has passed, or this worker was expelled.
+        ShutdownError: The deadline has passed, or the group has declared this worker lost.
     """
     _wait_until_idle(leaver, None, "", deadline)
 
@@ -192,6 +199,8 @@ def _wait_until_idle(
     leaver: Leaver, rendezvous: Rendezvous | None, prefix: str, deadline: float, occasion: Occasion = _SHUTDOWN
 ) -> None:
     """Waits until this worker is idle. Logs a warning after some seconds.
+
+    Idle means that no function runs here for others, and no reply or acknowledgement is expected.
 
     Args:
         leaver: This worker.
@@ -202,7 +211,7 @@ def _wait_until_idle(
         occasion: Why the workers wait, for messages.
 
     Raises:
-        ShutdownError: The deadline has passed, or this worker was expelled.
+        ShutdownError: The deadline has passed, or the group has declared this worker lost.
     """
     pause = _FIRST_PAUSE
     never = threading.Event()
@@ -230,7 +239,10 @@ def _wait_until_idle(
 
 
 def _refuse_if_expelled(leaver: Leaver, occasion: Occasion) -> None:
-    """Raises `ShutdownError` if the group has declared this worker lost; otherwise does nothing."""
+    """Raises `ShutdownError` if the group has declared this worker lost; otherwise does nothing.
+
+    `leaver` is this worker. `occasion` has the texts for the error message.
+    """
     if leaver.is_expelled():
         raise ShutdownError(
             f"worker {leaver.info.name!r} was declared lost by its group, and had nobody to wait for; "
@@ -253,13 +265,19 @@ def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
 
 
 def _refuse_if_lost(leaver: Leaver, occasion: Occasion) -> None:
-    """Raises `ShutdownError` with the names of lost workers; does nothing if none was lost."""
+    """Raises `ShutdownError` with the names of lost workers; does nothing if none was lost.
+
+    `leaver` is this worker. `occasion` has the texts for the error message.
+    """
     if lost := leaver.lost():
         raise _lost_before(leaver, sorted(lost), occasion)
 
 
 def _lost_before(leaver: Leaver, lost: list[str], occasion: Occasion) -> ShutdownError:
-    """Returns the error that says which workers were lost. `lost` has their names, at least one."""
+    """Returns the error that says which workers were lost. `lost` has their names, at least one.
+
+    `leaver` is this worker, which waited for them. `occasion` has the texts for the error message.
+    """
     happened = "was lost before it came" if len(lost) == 1 else "were lost before they came"
     return ShutdownError(
         f"worker {leaver.info.name!r} waited for the others {occasion.purpose}, but {_listed(lost)} {happened}; "
@@ -268,7 +286,7 @@ def _lost_before(leaver: Leaver, lost: list[str], occasion: Occasion) -> Shutdow
 
 
 def _listed(names: list[str]) -> str:
-    """Returns quoted names, separated by commas."""
+    """Returns the names, quoted and separated by commas; empty text if there are none."""
     return ", ".join(map(repr, names))
 
 
@@ -288,7 +306,8 @@ def _sum_call_counts(
         The sum; 0 if no worker has made a call.
 
     Raises:
-        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled.
+        ShutdownError: The deadline has passed, another worker was lost, the store failed, or the group has declared
+            this worker lost.
     """
     own = f"{prefix}{leaver.info.id}"
     try:
@@ -341,10 +360,11 @@ def _collect(
     """Waits until all workers have written a key with `prefix` into the store. Returns the values by key.
 
     Checks every few seconds whether a missing worker was lost: if its process is stopped, the store does not notice.
-    `deadline` is a time of the monotonic clock.
+    `leaver` is this worker. `deadline` is a time of the monotonic clock; `FOREVER` for no limit. `occasion` has the
+    texts for messages.
 
     Raises:
-        ShutdownError: A missing worker was lost, or this worker was expelled.
+        ShutdownError: A missing worker has left or was lost, or the group has declared this worker lost.
         RendezvousTimeoutError: The deadline has passed.
         RendezvousError: The store failed.
     """

@@ -64,14 +64,17 @@ class Broadcast:
         """The segment with the copy; None before the first link has made it."""
 
     def for_link(self) -> CommonBuffers:
-        """Returns a list of the buffers that one link may send, and empty."""
+        """Returns a new list of all buffers, for the `send` of one link. The link empties the list."""
         return CommonBuffers(self)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """From now on the copy is free as soon as the peers have dropped it."""
+        """Ends the sending: the shared copy of the buffers may be reused once all peers have dropped it.
+
+        Does nothing if no link has made a copy.
+        """
         if self.segment is not None:
             self.segment.is_held = False
 
@@ -341,7 +344,8 @@ class Transport(Protocol):
             handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
 
         Raises:
-            OSError: The transport cannot be used here, for example because there is no directory for sockets.
+            OSError: `host` is not an address of this host, or the transport cannot be used here, for example because
+                there is no directory for sockets.
         """
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> Link:
@@ -349,7 +353,7 @@ class Transport(Protocol):
 
         Args:
             address: The `address` of the listener.
-            timeout: How many seconds to wait for the connection at most.
+            timeout: How many seconds to wait for the connection at most; 0 to not wait.
             handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:

@@ -149,7 +149,8 @@ def pack_chunk_header(number: int) -> bytes:
 def chunks_of(frame: Buffer, buffers: Sequence[memoryview], max_bytes: int) -> Iterator[memoryview]:
     """Yields the bytes of a frame and then those of its buffers, in pieces of at most `max_bytes`.
 
-    No piece has bytes of two buffers. A frame or buffer without bytes has no piece.
+    No piece has bytes of two buffers, or of the frame and a buffer. A frame or buffer without bytes has no piece.
+    `max_bytes` must be at least 1; this is not checked.
     """
     for piece in (memoryview(frame), *buffers):
         view = piece.cast("B") if piece.nbytes else piece
@@ -253,9 +254,10 @@ class Assembler:
         return self._finish(large)
 
     def _finish(self, large: _LargeFrame) -> Frame:
-        """Returns the frame for the user of the link, given a large frame that is complete.
+        """Returns the frame that a complete large frame stands for.
 
-        Raises `ProtocolError` if `large` has the buffers of a shared segment, and this end did not request them.
+        That is `large` itself. If `large` has only the buffers of a shared segment, it is the frame to which they
+        belong. Raises `ProtocolError` if this end did not request such buffers.
         """
         if large.segment is None:
             return large.frame()

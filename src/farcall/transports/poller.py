@@ -87,8 +87,8 @@ class Poller:
     only.
 
     Args:
-        spin_s: Seconds for which `wait` checks for events again and again before it sleeps, at most 0.1 ms; 0 to
-            sleep at once.
+        spin_s: Seconds for which `wait` checks for events again and again before it sleeps; 0 to sleep at once.
+            The longest time is 0.05 ms if links may have rings, else 0.1 ms; a larger `spin_s` counts as that.
         use_rings: Whether links may have rings. Has no effect without the C extension.
     """
 
@@ -432,9 +432,10 @@ class Poller:
         self._standby_epoll.modify(self._streams.fileno(), events)
 
     def stand_by(self) -> None:
-        """Sleeps until a frame, a hang-up, a new connection or `wake_standby` needs this thread, or for `MAX_SLEEP_S`.
+        """Sleeps until there is work that the leader may not do soon, or `wake_standby` is called.
 
-        Only for the standby thread. It may also return without a reason.
+        Such work is a frame that arrives while the leader runs a function, a hang-up, or a new connection. Only for the
+        standby thread. Returns after `MAX_SLEEP_S` seconds at the latest, and may return earlier without work.
         """
         self._standby_epoll.poll(MAX_SLEEP_S)
         self._is_armed = False  # a socket event has disarmed it: the leader must arm it for its next function
@@ -532,8 +533,8 @@ class _PlainWaiter:
     def wait(self, seconds: float | None) -> list[tuple[int, int]]:
         """Waits for events, for at most `seconds`; None for no limit, 0 to only look.
 
-        Returns pairs of descriptor and events; an empty list if the time is over, or the leader was woken for another
-        reason.
+        Returns pairs of descriptor and events. Returns an empty list if the time is over, or if only `leader_event` has
+        woken the leader.
         """
         poll = self._epoll.poll
         start = monotonic()
@@ -550,9 +551,9 @@ class _PlainWaiter:
         self._spins = False
 
     def run(self, has_more: bool, is_blocked: bool) -> None:
-        """Wakes the standby thread if `has_more`. Does nothing if it was woken before without `clear_alert` since.
+        """Wakes the standby thread if `has_more` is True; otherwise does nothing. `is_blocked` is ignored.
 
-        `is_blocked` is ignored.
+        The standby thread is woken only once until `clear_alert` is called.
         """
         if has_more and not self._is_alerted:
             self._is_alerted = True

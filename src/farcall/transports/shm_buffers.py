@@ -270,10 +270,11 @@ class SharedBuffers:
         return True
 
     def _send_back(self, frame: bytes, buffers: list[memoryview], returnable: ReturnableBuffers) -> bool:
-        """Sends buffers back in the segment in which they came, or copies in another one if other views exist.
+        """Sends a frame, and its buffers in the segment in which they came from the other end.
 
-        `returnable` describes these buffers: their segment, offsets and sizes. Returns True, with `buffers` emptied.
-        Returns False if neither is possible: then nothing was sent, and `buffers` has copies of the buffers. Raises
+        If the program has other views of these buffers, copies them into a segment of this end and sends that.
+        `returnable` describes the buffers: their segment, offsets and sizes. Returns True, with `buffers` emptied.
+        Returns False, with nothing sent, if neither way is possible. Then `buffers` has copies of the buffers. Raises
         `ConnectionError` if the link is closed or broken.
         """
         with returnable:
@@ -506,12 +507,12 @@ class SharedBuffers:
     def has_unopened(self) -> bool:
         """Returns whether the other end was sent a segment that it has not opened yet.
 
-        After `close` the other end could not open it any more.
+        If so, `close` should be called later: after `close` the other end cannot open the segment.
         """
         return self._writer.has_unopened()
 
     def sweep(self, before: float) -> None:
-        """Frees shared memory without views that was last used before `before`. Does nothing if there is none.
+        """Frees shared memory that has no views and was last used before `before`. Does nothing if there is none.
 
         Args:
             before: A time of the monotonic clock.
@@ -540,16 +541,16 @@ class SharedBuffers:
         self._writer.close()
 
     def abandon(self) -> None:
-        """Closes the descriptors of this end's segments in a forked child, which sends nothing in shared memory then.
+        """Called in a forked child: closes the child's descriptors of the segments of this end.
 
-        The parent continues to use the memory.
+        The child can send nothing in shared memory afterwards. The parent continues to use the memory.
         """
         self._reader = None
         self._writer.abandon()
 
 
 def _pack_table(numbers: Sequence[int]) -> bytes:
-    """Returns numbers as they follow a header, 8 bytes each; empty bytes for no numbers."""
+    """Encodes the table of numbers after the header of an internal frame: 8 bytes each. May be empty."""
     return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
@@ -574,8 +575,8 @@ def _unpack(
 def _with_frame(frame: bytes, buffers: Sequence[memoryview], has_frame: bool) -> Frame:
     """Returns a received frame and its buffers.
 
-    With `has_frame`, the first of `buffers` is the frame itself and `frame` is not used. Raises `ProtocolError` if it
-    is missing.
+    With `has_frame`, the first of `buffers` is the frame itself, and `frame` is not used. Then raises `ProtocolError`
+    if `buffers` is empty.
     """
     if not has_frame:
         return frame, buffers

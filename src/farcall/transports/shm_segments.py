@@ -188,9 +188,9 @@ class SegmentPool:
         return segment
 
     def write_common(self, buffers: Sequence[memoryview]) -> CommonSegment | None:
-        """Copies buffers into a common segment, one for several readers, that is free. Creates one if necessary.
+        """Copies buffers into a free common segment: one that several readers map. Creates one if necessary.
 
-        Does not wait.
+        Does not wait for a segment to become free.
 
         Args:
             buffers: The buffers of one frame. If there are none, an empty segment is used all the same.
@@ -250,7 +250,10 @@ class SegmentPool:
             self._warn(f"no shared memory can be had ({error})")
 
     def _count_back(self, capacity: int) -> None:
-        """Counts one segment of `capacity` bytes less towards the limits of the pool: it could not be created."""
+        """Takes a segment of `capacity` bytes out of what counts towards the limits of the pool.
+
+        It was counted before it was created, and then could not be created.
+        """
         with self._lock:
             self._bytes_left += capacity
             self._segments_left += 1
@@ -288,7 +291,8 @@ class SegmentPool:
 class CommonSegment:
     """A segment (block of shared memory) whose buffers several readers map: the workers that get the same frame.
 
-    Each reader has a *lease*, a small segment of its own, which is in use as long as the reader has views of this one.
+    Each reader has a *lease*, a small segment of its own. A lease is in use as long as its reader has views of the
+    common segment.
 
     Args:
         segment: The segment. It must not be used for anything else.
@@ -327,7 +331,8 @@ class CommonSegment:
     def has_lease(self, number: int) -> bool:
         """Returns whether one of the leases that were sent since the segment was last written has this number.
 
-        A lease is the small segment by which one reader says how long it uses this one.
+        A lease is a small segment of its own for each reader. It is in use as long as that reader has views of the
+        common segment.
         """
         return any(lease.place.number == number for lease in self.leases)
 
@@ -405,9 +410,11 @@ class SegmentWriter:
             raise
 
     def new_lease(self) -> Lease | None:
-        """Returns a new lease: a segment without buffers, in use until the reader has dropped its views of another one.
+        """Returns a new lease for the reader: a segment without buffers, which is in use from now on.
 
-        Returns None if all segments are in use and no other one can be created.
+        It is sent together with a common segment, one that several readers map. The lease becomes free when the reader
+        has dropped its views of the common segment. Returns None if all segments are in use and no other one can be
+        created.
         """
         with self._lock:
             segment = self._claim(0, _MIN_CAPACITY)  # not a larger one, which buffers may need
@@ -416,7 +423,9 @@ class SegmentWriter:
         return None if segment is None else Lease(segment)
 
     def free(self, number: int) -> None:
-        """Makes a segment available for another frame. The peer must not have opened it for the current one.
+        """Makes a segment available for another frame.
+
+        The peer must not have opened the segment for the frame that is in it now. This is not checked.
 
         Args:
             number: The number of the segment. Nothing happens if no segment of this writer has it.
@@ -527,9 +536,10 @@ class SegmentWriter:
                 return smallest
 
     def _add(self, total: int) -> bool:
-        """Creates a segment of at least `total` bytes, and removes unused segments if a limit is reached.
+        """Creates a segment of at least `total` bytes. Removes unused segments first if a limit is reached.
 
-        Returns whether the segment was created. Returns False if the writer is closed.
+        Returns True if the segment was created. Returns False if the writer is closed, the limit is reached and all
+        segments are in use, or the pool cannot create a segment.
         """
         if self._is_closed or (len(self._segments) >= MAX_SEGMENTS_PER_LINK and not self._drop_oldest()):
             return False
@@ -555,10 +565,10 @@ class SegmentWriter:
         return False
 
     def _withdraw(self, segment: _WriterSegment) -> int:
-        """Marks a segment as in use and removes it from the list, unless a signal handler has just marked it as in use.
+        """Marks a segment as in use, and removes it from the list. Returns its state before.
 
-        Returns its state before: `_FREE`, `_IN_USE` (then nothing was changed), or `_KEPT` (the peer needs it for
-        ever). If it is not `_IN_USE`, the caller must call `_give_up`.
+        If that is `_FREE` or `_KEPT` (the peer needs the segment for ever), the caller must call `_give_up`. If it is
+        `_IN_USE`, nothing was changed: a signal handler has just taken the segment.
         """
         state = segment.claim()
         if state != _IN_USE:
@@ -821,7 +831,7 @@ class SegmentReader:
     def read(self, place: Place, sizes: Sequence[int]) -> list[memoryview]:
         """Returns the buffers of a frame as views of the segment that has them. Maps the segment if necessary.
 
-        When the last of the views is dropped, the segment becomes free for the writer.
+        When the last of the views is dropped, the segment becomes free for the writer; at once if `sizes` is empty.
 
         Args:
             place: The segment.
@@ -852,8 +862,8 @@ class SegmentReader:
     def read_common(self, place: Place, lease: Place, sizes: Sequence[int]) -> list[memoryview]:
         """Returns the buffers of a frame as views of a common segment, which other workers read as well.
 
-        What this worker writes into the views, no other reader sees. When the last of them is dropped, the lease
-        becomes free for the writer.
+        This worker may write into the views: no other worker sees the changes. When the last of the views is dropped,
+        the lease becomes free for the writer; at once if `sizes` is empty.
 
         Args:
             place: The common segment.
@@ -865,7 +875,7 @@ class SegmentReader:
 
         Raises:
             OSError: One of the segments does not exist or has another number, the common one is too small for these
-                sizes, or the lease is in use.
+                sizes, the lease is in use, or the writer has too many segments.
             CannotOpenError: This process may not, or cannot now, open or map a segment. The frame may be valid.
         """
         # Mapped anew for each frame: pages that the program has changed are not those of the segment any more.
@@ -1114,8 +1124,9 @@ class _Mapping:
         """Tells the writer that it may use the segment again, unless the segment is in use or kept for ever.
 
         Args:
-            unfreed: The list `unfreed` of the frame that the segment is freed for. It is emptied. If it is empty
-                already, the segment was freed before, and nothing happens.
+            unfreed: A list that `new_views` has made for one frame in the segment. It has one item until the segment is
+                freed after that frame. If the segment is not in use, this method removes the item. If the list is empty
+                already, nothing happens.
         """
         if self.is_in_use():
             return
@@ -1186,9 +1197,10 @@ def _lie_apart(offsets: Sequence[int], sizes: Sequence[int], capacity: int) -> b
 
 
 def _rounded_capacity(total: int) -> int:
-    """Returns the capacity for a segment that has to hold `total` bytes: at least `_MIN_CAPACITY`, and rounded up.
+    """Returns the capacity for a segment that has to hold `total` bytes: at least `_MIN_CAPACITY`.
 
-    Rounding makes it more likely that later frames fit as well.
+    A larger `total` is rounded up to a multiple of an eighth of the largest power of two below it. So it is more likely
+    that later frames fit as well.
     """
     if total <= _MIN_CAPACITY:
         return _MIN_CAPACITY

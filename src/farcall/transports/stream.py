@@ -232,8 +232,8 @@ class StreamLink:
     def _handshake_bytes_missing(self) -> int:
         """Returns how many bytes to read next in the handshake.
 
-        These are the missing bytes up to the size of the next frame. If the size is known, they are the missing bytes
-        of the frame.
+        A frame begins with its size. While the size is not complete, returns the number of bytes up to its end. Then
+        returns how many bytes of the frame are missing.
         """
         head = _WORD_SIZE + (PROLOGUE_SIZE if self._prologue_is_due else 0)
         if len(self._rest) < head:
@@ -607,9 +607,10 @@ class StreamLink:
         return sent
 
     def _enqueue(self, pieces: Iterable[Buffer]) -> None:
-        """Queues bytes, and asks the poller to call `flush` when the socket has room. The caller must hold the lock.
+        """Queues bytes, and asks the poller to call `flush` when the socket has room.
 
-        Raises `ConnectionAbortedError` in the handshake, when nothing may be queued.
+        The caller must hold the lock for sending. Raises `ConnectionAbortedError` in the handshake, when nothing may be
+        queued.
         """
         for piece in pieces:
             if len(piece):
@@ -627,9 +628,9 @@ class StreamLink:
             self._enqueue((self._appended.popleft(),))
 
     def _write_queue(self) -> None:
-        """Writes queued bytes as far as the socket accepts them. The caller must hold the lock.
+        """Writes queued bytes as far as the socket accepts them; none if the queue is empty.
 
-        Raises `ConnectionError` if the connection is closed or broken.
+        The caller must hold the lock for sending. Raises `ConnectionError` if the connection is closed or broken.
         """
         queue = self._queue
         while queue:

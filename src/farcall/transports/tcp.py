@@ -262,8 +262,8 @@ class _LoopbackLink(StreamLink):
         Before the first frame, finds out whether the other end encrypts.
 
         Raises:
-            ConnectionError: The link is closed or broken, or the other end has closed it and all frames were returned
-                before.
+            ConnectionError: The link is closed or broken, the TLS handshake has failed, or the other end has closed the
+                link and all frames were returned before.
             ProtocolError: The other end has sent bytes that are not a frame, or a frame that is too large.
         """
         if self._encryption is not None:
@@ -296,7 +296,8 @@ class _LoopbackLink(StreamLink):
 def _encrypt(sock: socket.socket, encryption: Encryption, seconds: float) -> OwnSocket:
     """Returns an encrypted socket over a connected one, after the TLS handshake.
 
-    Raises `TimeoutError` after `seconds`, and `OSError` if the TLS handshake fails.
+    Raises `TimeoutError` if the handshake is not done after `seconds`; with 0, unless it can be completed at once.
+    Raises another `OSError`, such as `EncryptionError`, if the handshake fails.
     """
     from farcall.transports.tls import TlsSocket  # imported here, because it imports ssl
 

@@ -246,8 +246,9 @@ class TlsSocket(OwnSocket):
     def _receive_one_record(self, size: int) -> bytes | None:
         """Receives and decrypts a TLS record if exactly one has arrived: the fast path of `recv` for small frames.
 
-        Returns the data; empty bytes at the end of the stream. Returns None if the caller must use `recv_into` instead:
-        `size` is small, the TLS handshake is not done, or not exactly one record with data has arrived. Raises
+        Returns the data; empty bytes if the stream has ended now. Returns None if the caller must use `recv_into`
+        instead: `size` is not larger than the largest record, the TLS handshake is not done, the stream had ended
+        before, an earlier record is not processed completely, or not exactly one record with data has arrived. Raises
         `OSError` if the connection is broken.
         """
         sure = min(size, _BLOCK) - _RECORD - _OVERHEAD  # as in `_receive`
@@ -345,9 +346,9 @@ class TlsSocket(OwnSocket):
     def _receive_much(self, view: memoryview, size: int) -> int | None:
         """Receives at most `size` encrypted bytes into a buffer, and decrypts all whole records of them into `view`.
 
-        For a `view` that is larger than `size` by at least one record, so that no data is left over. Returns the number
-        of decrypted bytes, which may be 0; None at the end of the stream. Raises `BlockingIOError` if no bytes have
-        arrived.
+        `view` must be larger than `size` by at least the largest record, so that no data is left over. That is not
+        checked. Returns the number of decrypted bytes, which may be 0; None at the end of the stream. Raises
+        `BlockingIOError` if no bytes have arrived.
         """
         buffer = _take_buffer()
         try:
@@ -579,10 +580,11 @@ class TlsSocket(OwnSocket):
             raise explained(cast("ssl.SSLError", error), self._has_begun) from error
 
     def _send_encrypted(self, size: int) -> int:
-        """Sends all encrypted bytes in `_outgoing`. They contain `size` bytes of data.
+        """Empties `_outgoing`, and sends its encrypted bytes as far as the kernel accepts them.
 
-        Returns how many bytes of data were accepted, in whole records; the rest is kept in `_unsent`. All records but
-        the last must be of the largest size. Raises `OSError` if the connection is broken.
+        `size` is the number of bytes of data in them. All records but the last must be of the largest size. Returns how
+        many bytes of data the kernel has accepted as whole records, perhaps 0. Encrypted bytes that it did not accept
+        are kept in `_unsent`. Raises `OSError` if the connection is broken.
         """
         encrypted = self._outgoing.read()
         try:
@@ -700,9 +702,10 @@ class TlsSocket(OwnSocket):
 
 
 def _whole_records(buffers: Sequence[Buffer], begin: int) -> Iterator[Buffer]:
-    """Yields the bytes of all buffers in pieces of whole TLS records, each of `_RECORD` bytes.
+    """Yields the bytes of all buffers in pieces. Each piece has one or more times `_RECORD` bytes, at most `_BLOCK`.
 
-    Only the last record may be shorter. Yields nothing if no bytes are left.
+    Only the last piece may have fewer bytes than `_RECORD`. So each piece fills whole TLS records. Yields nothing if no
+    bytes are left.
 
     Args:
         buffers: The buffers; some may be empty.

@@ -204,8 +204,8 @@ class UnixLink(StreamLink):
     def _use_offered_ring(self, memory: int, options: LinkOptions) -> None:
         """At the connecting end: uses the ring that this end has offered and the other end has accepted.
 
-        `memory` is the memfd of the ring; -1 if none was offered. `_descriptors` has the two events that the other end
-        has sent.
+        `memory` is the memfd of the ring; -1 if none was offered. `_descriptors` has the two events (eventfds)
+        that the other end has sent.
 
         Raises:
             ProtocolError: No ring was offered, or the descriptors of the other end are not events.
@@ -222,10 +222,10 @@ class UnixLink(StreamLink):
         self._descriptors = []
 
     def _send_with_descriptors(self, internal: bytes, descriptors: list[int]) -> None:
-        """Sends an internal frame and file descriptors through the socket, which must have room for them.
+        """Sends `internal`, a frame for the link at the other end, and file descriptors through the socket.
 
-        `descriptors` may be empty. Raises `ConnectionError` if the connection is closed or broken, or if there is no
-        room.
+        `descriptors` may be empty. Does not wait: the socket must have room for them. Raises `ConnectionError` if the
+        connection is closed or broken, or if there is no room.
         """
         sock = self._open_socket()
         data = WORD.pack(len(internal) | INTERNAL) + internal
@@ -243,8 +243,9 @@ class UnixLink(StreamLink):
         """At the connecting end: waits for SETUP_DONE, the answer to the offer of a ring and a shared segment.
 
         Returns the flags of the answer, the descriptor of a segment that the other end offers (negative for none), and
-        the token of the other end's segments. Raises `TimeoutError` after the time `deadline` of the monotonic clock,
-        `ConnectionError` if the other end has closed the link, and `ProtocolError` if something else arrives.
+        the token with which all segments of the other end begin. Raises `TimeoutError` after the time `deadline` of the
+        monotonic clock, `ConnectionError` if the other end has closed the link, and `ProtocolError` if something else
+        arrives.
         """
         self._due_kind = SETUP_DONE
         while self._due_kind:
@@ -335,8 +336,8 @@ class UnixLink(StreamLink):
     def _accept_ring(self, descriptors: list[int], options: LinkOptions) -> int:
         """At the accepting end: maps the ring that was offered, and uses it from now on.
 
-        `descriptors` are the memory of the ring and two events. If the ring is used, the events are removed from the
-        list.
+        `descriptors` are the memory of the ring and two events (eventfds). If the ring is used, the events are
+        removed from the list.
 
         Returns a flag for SETUP_DONE: `_RING_MAPPED`; `_RING_POSSIBLE_LATER` if this process lacks descriptors or
         memory; 0 if the memory is not that of a ring. Raises `ProtocolError` if the last two descriptors are not
@@ -387,7 +388,7 @@ class UnixLink(StreamLink):
         Args:
             memory: The memfd of the ring.
             side: 0 at the connecting end, 1 at the accepting end.
-            events: The two events of the other end. The link closes them.
+            events: The descriptors of two eventfds, by which the other end is woken. The link closes them.
             options: The options of the link.
 
         Raises:
@@ -474,7 +475,9 @@ class UnixLink(StreamLink):
         return super()._receive_internal(data)
 
     def _receive_long(self, data: bytes) -> Frame | None:
-        """Adds a LONG piece to the internal frame that it belongs to. With the last piece, processes that frame.
+        """Processes a LONG piece, a part of an internal frame that is too long for the ring.
+
+        Adds `data` to the earlier pieces of the same internal frame. With the last piece, processes that frame.
 
         Returns the frame for the user of the link if the internal frame contains or completes one, else None.
 
@@ -589,7 +592,10 @@ class UnixLink(StreamLink):
             self._queue_for_ring((None, b"".join(parts)))
 
     def _long_pieces(self, data: bytes) -> list[bytes]:
-        """Splits an internal frame into LONG pieces that fit into the ring. Returns `[data]` if `data` fits itself."""
+        """Splits an internal frame into LONG pieces: parts with a header each, which fit into the ring.
+
+        Returns `[data]` if `data` fits as it is.
+        """
         if len(data) <= _RING_WHOLE_MAX_BYTES:
             return [data]
         number, step = next(self._numbers), _RING_WHOLE_MAX_BYTES - _LONG.size
@@ -657,7 +663,7 @@ class UnixLink(StreamLink):
         return True
 
     def _max_chunk_bytes(self) -> int:
-        """Returns the most bytes of a chunk, a piece of a large frame, without its header; fewer with a ring."""
+        """Returns the most bytes of a chunk, a piece of a large frame, without its header."""
         return super()._max_chunk_bytes() if self.ring is None else _RING_WHOLE_MAX_BYTES - CHUNK_HEADER_SIZE
 
     def _send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> None:
@@ -681,9 +687,9 @@ class UnixLink(StreamLink):
     ) -> None:
         """Queues a large frame in one step, and sends as much of it as there is room for. Does not wait.
 
-        So its chunks are not mixed with those of other frames that are sent by this method. `announcement` is the
-        internal frame that goes before the chunks, and `header` the header of each chunk. Raises `ConnectionError` if
-        the link is closed or broken.
+        The large frame is `frame` and `buffers`, which are sent in chunks. `announcement` is the internal frame that
+        goes before the chunks, and `header` the header of each chunk. No other frame that this method sends comes
+        in between. Raises `ConnectionError` if the link is closed or broken.
         """
         if self.ring is None:
             super()._send_contiguous(announcement, header, frame, buffers)
@@ -1051,9 +1057,9 @@ def _parse_address(address: str) -> bytes:
 
 
 def _peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Returns the ids of process, user and group at the other end, as the kernel knows them.
+    """Returns the process id, the user id and the group id of the process at the other end.
 
-    Raises `OSError` if the socket is closed.
+    The process id is 0 if the kernel does not know it. Raises `OSError` if the socket is closed.
     """
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, group = struct.unpack("3i", found)
@@ -1084,11 +1090,11 @@ def _shared_directory(root: str) -> str:
 
 
 def _choose_directory(roots: Iterable[str]) -> tuple[str, bool]:
-    """Returns a directory for a socket, which only this user can access. Creates it if necessary.
+    """Chooses a directory for a socket that only this user can access, in the first of `roots` that works.
 
-    The second value is True if the directory was created for this socket alone, and False if it is shared by all
-    sockets of this user. Uses the first of `roots` that works. Raises `OSError` if no directory is writable, or all
-    paths are too long for a socket.
+    Creates the directory if necessary. Returns its path, and True if it was created for this socket alone or False if
+    all sockets of this user share it. Raises `OSError` if `roots` is empty, no directory is writable, or all paths are
+    too long for a socket.
     """
     refused = []
     for root in roots:
