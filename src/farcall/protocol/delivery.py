@@ -90,7 +90,9 @@ class Delivery(Generic[M]):
         return self.links[peer].last + 1
 
     def send(self, peer: Worker, message: M) -> int:
-        """Keeps a message for a peer until it is acknowledged. The caller sends it with the number that is returned.
+        """Assigns the next number to `message`, and keeps it until `peer` has acknowledged it. Does not send it.
+
+        The caller must send the message together with the number.
 
         Returns:
             The number of the message: 1 for the first message to this peer, then 2, and so on.

@@ -204,9 +204,10 @@ def pack_cancel(call_id: int) -> bytes:
 
 
 def pack_cancelled(call_id: int, has_started: bool) -> bytes:
-    """Returns the reply to a call that was cancelled or has timed out: a FAILURE with the flag IS_CANCELLED.
+    """Returns the callee's reply to a call that was cancelled or has timed out: a FAILURE with the flag IS_CANCELLED.
 
-    `has_started` says whether the function had begun to run.
+    `call_id` is the id of the call. Raises `struct.error` if it does not fit into its field. `has_started` says whether
+    the function had begun to run.
     """
     return _pack(FAILURE, IS_CANCELLED | (HAS_STARTED * has_started), 0, 0, call_id)
 
@@ -214,8 +215,9 @@ def pack_cancelled(call_id: int, has_started: bool) -> bytes:
 def pack_again(frame: bytes, seconds: float) -> bytes:
     """Returns a copy of a KEEP frame with the call id 0, to be sent again on a new connection.
 
-    A KEEP is a call whose result stays at the callee. On the new connection, another call may have the old id. That
-    `frame` is a KEEP is not checked. `seconds` is the time that is left for the call; 0 for no limit.
+    A KEEP is a call whose result stays at the callee. The copy does not have the old call id, because another call on
+    the new connection may have the same id. `seconds` is the time that is left for the call; 0 for no limit. It is not
+    checked that `frame` is a KEEP.
     """
     return frame[:4] + _AGAIN.pack(milliseconds_left(seconds), 0) + frame[HEADER_SIZE:]
 

@@ -104,8 +104,8 @@ class Members:
             The part of the news that was new; falsy if nothing was.
 
         Raises:
-            ProtocolError: A range of the news begins below 0, or ends above `LARGEST`. The numbers before that may be
-                added already.
+            ProtocolError: A range of the news begins below 0, or ends above `LARGEST`. The ranges
+                before that one may have been added already.
         """
         learned = Learned([], [], [], [])
         for first, last in news.left:
@@ -225,10 +225,10 @@ class Members:
         return News(tuple(members), self._leavers_among(gone), tuple(gone))
 
     def _leavers_among(self, ranges: list[Range]) -> tuple[Range, ...]:
-        """Returns which workers of these ranges are remembered as having left, as ranges; an empty tuple for none.
+        """Returns the part of `ranges` that is remembered as having left, as ranges; an empty tuple if there is none.
 
-        A `News` may have the same workers in `lost` too. Then `left` decides, because `learn` processes `left` before
-        `lost`.
+        The callers put this part into `left` of a `News`, and all of `ranges` into `lost`. A worker in both counts as
+        having left, because `learn` processes `left` first.
         """
         if not ranges or not self._left:
             return ()

@@ -188,8 +188,8 @@ class Membership:
         """Does what is due at a time: pings neighbours, asks others about silent ones, and declares workers lost.
 
         Args:
-            now: The current time of the monotonic clock. Best called at the time that `next_tick` returned; earlier or
-                later calls are allowed. After a late call nobody is declared lost, because answers may be unread.
+            now: The current time of the monotonic clock. It should be the time that `next_tick` returned, but may be
+                earlier or later. If it is much later, nobody is declared lost now, because answers may be unread.
 
         Returns:
             The messages to send, and `MemberLost` for each worker that is lost now. An empty list if nothing is due, or
@@ -214,7 +214,10 @@ class Membership:
         return effects
 
     def next_tick(self) -> float:
-        """Returns when to call `ticked` next, as a time of the monotonic clock. Must be called after each `ticked`."""
+        """Returns when to call `ticked` next, as a time of the monotonic clock.
+
+        The caller must call this after each `ticked`. A `ticked` well after the returned time counts as late.
+        """
         return self.watching.next_tick()
 
     def _ask_others(self, silent: list[Worker]) -> list[Effect]:
@@ -313,10 +316,10 @@ class Membership:
         return [SendMessage(sender, Ack(self.members.digest))]
 
     def _answered(self, sender: Worker, ack: Ack) -> list[Effect]:
-        """Processes the answer to a heartbeat.
+        """Processes `ack`, the answer of `sender` to a heartbeat.
 
-        Returns a message that starts a comparison if the views differ and no comparison was made lately; else an empty
-        list.
+        If the sender's view differs from this worker's view, returns a `Compare` to the sender: a summary of this
+        worker's view. Returns an empty list if the views are equal, or if this worker has sent a `Compare` lately.
         """
         if ack.digest == self.members.digest:
             return []
@@ -341,9 +344,10 @@ class Membership:
         return self._learn(news, (sender,))
 
     def _compare(self, sender: Worker, theirs: Compare) -> list[Effect]:
-        """Returns the news that the sender's view lacks, and a request for what this view lacks.
+        """Compares this worker's view with `theirs`, a summary of the sender's view.
 
-        Returns an empty list for equal views.
+        Returns messages to the sender: the news that the sender lacks, and a request for the news that this worker
+        lacks. Returns an empty list if the views are equal.
         """
         effects: list[Effect] = []
         news, wanted = self.members.difference(theirs)
@@ -402,8 +406,8 @@ class Membership:
     def _learn(self, news: News, without: tuple[Worker, ...]) -> list[Effect]:
         """Adds news to the view. Returns the changes of the group, and messages that spread what was new.
 
-        The messages are not sent to the workers in `without`, and there are none if `MUCH` or more workers have joined.
-        Returns an empty list if nothing was new, and only `Expelled` if a newer worker has this worker's name.
+        Workers in `without` get no message. If `MUCH` or more workers have joined, nobody gets one. Returns an empty
+        list if nothing was new. Returns only `Expelled` if a newer worker has this worker's name.
         """
         learned = self.members.learn(news)
         if not learned:
@@ -454,9 +458,10 @@ class Membership:
         return targets + self.members.sample(CHANCE_TARGETS, self._pick, (*without, *targets))
 
     def _follow(self) -> None:
-        """From now on, this worker sends heartbeats to the next members on the ring only.
+        """Chooses the members that get heartbeats from now on: the next `watching.span` members on the ring.
 
-        The ring is the fixed circular order of all workers. Without other members, nobody gets heartbeats.
+        The ring is the fixed circular order of all workers. If there are fewer other members, all of them get
+        heartbeats. If there are none, nobody does.
         """
         self.watching.follow(self.members.successors(self.me.number, self.watching.span))
 

@@ -81,8 +81,9 @@ class News(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class Compare(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Says which numbers are in the sender's view of the group.
 
-    Sent to a worker whose `Ack` had another digest, and by a worker that joins. The receiver sends a `News` with
-    what the sender's view lacks, and a `Wanted` for what its own view lacks. If the views are equal, it sends nothing.
+    A worker sends it to a worker whose `Ack` had a digest other than its own. A worker that joins sends it to one
+    member. The receiver answers with a `News`, if the sender's view lacks something, and with a `Wanted`, if its own
+    view lacks something. If the views are equal, it sends nothing.
 
     Attributes:
         here: The numbers of the members, as pairs of first and last number.
@@ -215,7 +216,7 @@ class Ticked(NamedTuple):
 
 
 class PeerHeard(NamedTuple):
-    """An event for `Membership`: something other than its messages, such as a call, has arrived.
+    """An event for `Membership`: something that is not a membership message, such as a call, has arrived.
 
     `worker` is the number of the worker that sent it.
     """

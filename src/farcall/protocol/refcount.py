@@ -128,14 +128,14 @@ CONFIRMED: Final = ForkState.CONFIRMED
 class UserFork:
     """A fork that this worker holds: its copy of a reference whose value lives on another worker.
 
-    At first the fork was neither dropped by the program nor passed on to other workers.
+    A new object says that the program has not dropped the fork, and has not passed it on to other workers.
 
     Args:
         reference: The reference of which this is a fork.
         state: Whether the owner counts the fork.
-        parent: The worker that passed the reference to this one, and keeps its own fork until this worker sends it
-            `ChildAccepted`. None if no worker waits for that: this worker created the reference, its owner passed it,
-            the worker that passed it is gone, or it was told already.
+        parent: The worker that passed the reference to this one. It keeps its own fork until this worker sends it
+            `ChildAccepted`. None if no worker waits for `ChildAccepted`: this worker created the reference, the owner
+            passed it, the worker that passed it is gone, or `ChildAccepted` was sent already.
     """
 
     __slots__ = ("children", "dropped", "parent", "reference", "state")
@@ -268,17 +268,16 @@ class ReferenceCounts:
     def may_still_be_created(self, reference: RRefId, claimant: Worker = NO_CLAIMANT) -> bool:
         """Returns whether a reference of this owner does not exist yet, but can still be created.
 
-        To be called for a message that uses a reference and arrives before the creator's request. If the result is
-        True, the reference is in `noted` from then on: it is refused later if the creator creates it with another
-        token, or if the creator is lost.
+        To be called for a message that uses a reference and arrives before the creator's request.
 
         Args:
             reference: The reference.
             claimant: The worker that uses the reference; `NO_CLAIMANT` if that is not known.
 
         Returns:
-            False if the reference exists, was released or refused, if its creator is not in the group, or if `claimant`
-            has named `MAX_CLAIMS` references that do not exist yet.
+            True if the reference can still be created. Then it is remembered, so that it is refused later if its
+            creator creates it with another token. False if the reference exists, was released or refused, if its
+            creator is not in the group, or if `claimant` has named `MAX_CLAIMS` references that do not exist yet.
         """
         owned = self.owned.get(reference)
         if owned is not None:
@@ -314,11 +313,11 @@ class ReferenceCounts:
             lost: The worker.
 
         Returns:
-            `ReleaseValue` for each value that only `lost` held. `ForkRefused` and `RefuseHandle` for each reference
-            that was used here and that `lost` should have created. `OrphanHandle` for each held fork of a value of
-            `lost`. `ForkRequest` for each fork that `lost` passed to this worker, if the owner was not asked to count
-            it before. `UserDeleted` or `ChildAccepted` for each dropped fork that only waited for `lost`. An empty list
-            if nothing depends on `lost`.
+            `ReleaseValue` for each value of this worker that only `lost` held. `ForkRefused` and `RefuseHandle` for
+            each reference of this worker that has handles or forks, but that `lost` has not created yet. `OrphanHandle`
+            for each fork held here of a value of `lost`. `ForkRequest` for each fork that `lost` passed to this worker,
+            unless the owner was asked already to count that fork. `UserDeleted` or `ChildAccepted` for each dropped
+            fork that only waited for `lost`. An empty list if nothing depends on `lost`.
 
         Raises:
             ProtocolError: The worker is not in the group, or is this worker. Nothing is changed.
@@ -406,8 +405,8 @@ class ReferenceCounts:
             fork: The fork that `create_remote` returned.
 
         Returns:
-            `ConfirmHandle`. If the handle was dropped meanwhile: `UserDeleted` to the owner instead. If it was dropped,
-            and was passed to workers whose forks the owner does not count yet: an empty list.
+            `ConfirmHandle` if the program still has the handle. If it has dropped the handle: `UserDeleted` to the
+            owner. But an empty list while there is a fork made from this one that the owner does not count yet.
 
         Raises:
             ProtocolError: This worker has not asked to create this reference with this fork, or the fork was confirmed
@@ -620,9 +619,9 @@ class ReferenceCounts:
             fork: The fork of it that the sender holds.
 
         Returns:
-            Nearly always an empty list. `ForkAccepted` to the workers that have asked before to count forks of the
-            reference. If workers have used the number of the reference with another token before: `ForkRefused` to the
-            holders of such forks, `RefuseHandle`, and perhaps `ReleaseValue`.
+            An empty list, if no worker has used the number of `reference` before. If workers have already asked to
+            count forks of `reference`: `ForkAccepted` to each of them. If workers have used its number with another
+            token: `ForkRefused` to the holders of such forks, `RefuseHandle`, and perhaps `ReleaseValue`.
 
         Raises:
             ProtocolError: This worker is not the owner, the sender is not the creator, or the reference was created
@@ -664,10 +663,10 @@ class ReferenceCounts:
         return owned
 
     def _add_claim(self, reference: RRefId, claimant: Worker) -> bool:
-        """Adds a reference to `noted`, the references that were used before their creation, and returns True.
+        """Adds a reference to `noted`, the references that were used before their creation.
 
-        Only returns True if the reference is there already. Returns False, with nothing added, if `claimant`, the
-        worker that uses the reference, has `MAX_CLAIMS` references in `noted`.
+        `claimant` is the worker that uses the reference. Returns True if the reference was added, or was in `noted`
+        before. Returns False, and adds nothing, if `claimant` has `MAX_CLAIMS` references in `noted` already.
         """
         noted = self.noted.get(reference[1:3])
         if noted is not None and reference in noted:
@@ -691,9 +690,10 @@ class ReferenceCounts:
                 del self.noted[reference[1:3]]
 
     def _forget_claims(self, key: tuple[Worker, int]) -> dict[RRefId, Worker]:
-        """Removes the references with this creator and number from `noted`, the references named before their creation.
+        """Removes some references from `noted`, the references that were named before their creation.
 
-        Returns the references, each with the worker that named it first; an empty dictionary if there are none.
+        `key` is the creator and the number of the references to remove. They differ in their tokens. Returns them, each
+        with the worker that named it first, or `NO_CLAIMANT`; an empty dictionary if there are none.
         """
         noted = self.noted.pop(key, {})
         for claimant in noted.values():
@@ -712,8 +712,9 @@ class ReferenceCounts:
     def _disown_claims(self, lost: Worker) -> list[Effect]:
         """Replaces `lost` by `NO_CLAIMANT` in `noted`, the references that were used before their creation.
 
-        The references stay there, because other workers may wait for them as well. But `NO_CLAIMANT` has at most
-        `MAX_CLAIMS`: the rest is refused. Returns the effects of refusing them, from `_refuse_claim`; usually none.
+        The references stay there, because other workers may wait for them as well. But `NO_CLAIMANT` can have only
+        `MAX_CLAIMS` references. Those of `lost` beyond this limit are refused. Returns the effects of refusing them,
+        from `_refuse_claim`; an empty list if none is refused.
         """
         effects: list[Effect] = []
         named = [each for noted in self.noted.values() for each, claimant in noted.items() if claimant == lost]
@@ -724,10 +725,11 @@ class ReferenceCounts:
         return effects
 
     def _refuse_other_tokens(self, created: RRefId) -> list[Effect]:
-        """Removes the references with the creator and number of `created` from `noted`, because it is created now.
+        """Refuses the references that have the creator and number of `created`, but another token.
 
-        Those with another token are refused. Returns `ForkRefused` to the holders of their forks, `RefuseHandle`, and
-        `ReleaseValue` for each that nothing holds any more. Usually returns an empty list.
+        Called when `created` is created. Removes them and `created` from `noted`, the references that were used before
+        their creation. Returns `ForkRefused` to the holders of forks of the refused references, `RefuseHandle` for each
+        of these references, and `ReleaseValue` for each that nothing holds. Returns an empty list if none is refused.
         """
         effects: list[Effect] = []
         for reference in self._forget_claims(created[1:3]):
@@ -747,10 +749,12 @@ class ReferenceCounts:
         return self._refuse_noted(reference, owned) + self._release_if_unused(reference, owned)
 
     def _fork_requested(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Counts a fork for the sender, which holds it.
+        """Counts a fork that the sender holds, because the sender asks for it with `ForkRequest`.
 
-        Returns `ForkAccepted`; `ForkRefused` if there is no value; an empty list if the reference is not created yet.
-        Raises `ProtocolError` if this worker is not the owner, or has counted the fork before.
+        Returns `ForkAccepted` to the sender if the reference exists. Returns an empty list if the reference is not
+        created yet: the answer follows later. Returns `ForkRefused`, and counts nothing, if the reference was released
+        or refused, or cannot be created any more, or if the sender has named `MAX_CLAIMS` references that do not exist.
+        Raises `ProtocolError` if this worker is not the owner, or has made or counted the fork before.
         """
         if reference.owner != self.me:
             raise ProtocolError(f"{reference} is not ours")
@@ -769,9 +773,9 @@ class ReferenceCounts:
     def _fork_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         """Confirms a fork that this worker holds, because its owner counts it now.
 
-        Returns `ConfirmHandle`, and `ChildAccepted` to the worker that passed the fork. Also returns `UserDeleted` if
-        the fork was dropped and no fork made from it has to be waited for. Raises `ProtocolError` if this worker did
-        not ask the owner to count the fork, or the sender is not the owner.
+        Returns `ConfirmHandle`, and `ChildAccepted` to the worker that passed the fork, unless that worker is gone. If
+        the fork was dropped, and need not wait for forks made from it, also returns `UserDeleted` to the owner. Raises
+        `ProtocolError` if this worker did not ask the owner to count the fork, or the sender is not the owner.
         """
         held = self._answered(sender, reference, fork)
         held.state = CONFIRMED
@@ -793,9 +797,10 @@ class ReferenceCounts:
         return [RefuseHandle(reference, fork), *told]
 
     def _answered(self, sender: Worker, reference: RRefId, fork: ForkId) -> UserFork:
-        """Returns the held fork about which the owner was asked with `ForkRequest`, and for which `sender` answers.
+        """Returns the entry of a fork that this worker holds, after an answer of `sender` to its `ForkRequest`.
 
-        Raises `ProtocolError` if the owner was not asked about this fork, or `sender` is not the owner.
+        Raises `ProtocolError` if this worker has sent no `ForkRequest` for the fork, or has an answer already, or if
+        `sender` is not the owner.
         """
         held = self.held.get(fork)
         if held is None or held.state is not REQUESTED or held.reference != reference:
@@ -852,10 +857,10 @@ class ReferenceCounts:
     def _delete_if_done(self, fork: ForkId, held: UserFork) -> list[Effect]:
         """Ends a held fork if it was dropped and need not wait for anything.
 
-        It must wait for an answer of the owner, and for the forks that were made from it, until the owner counts them
-        or they have ended. Returns `UserDeleted` to the owner. If the owner was never asked to count the fork, returns
-        `ChildAccepted` to the worker that passed it. Returns an empty list, with nothing changed, if the fork cannot
-        end yet.
+        A fork must wait for the owner's answer if the owner was asked to count it. It must also wait for each fork made
+        from it, until the owner counts that fork or that fork has ended. Returns an empty list, and changes nothing, if
+        the fork was not dropped or must wait. Otherwise returns `UserDeleted` to the owner if the owner counts the
+        fork. If the owner was never asked, returns `ChildAccepted` to the worker that passed the fork.
         """
         if not held.dropped or held.children or held.state is REQUESTED:
             return []  # G2, and: a delete must not overtake its own request
@@ -867,8 +872,8 @@ class ReferenceCounts:
     def _forget(self, fork: ForkId, held: UserFork) -> None:
         """Removes a held fork from all tables.
 
-        The forks that were made from it, and that it still waits for, are removed from `parents`. Raises `KeyError` if
-        this worker does not hold the fork.
+        Also removes the forks that were made from it from `parents`. That table has the parent of each fork for which
+        the parent still waits. Raises `KeyError` if this worker does not hold the fork.
         """
         del self.held[fork]
         if held.state is UNREPORTED:

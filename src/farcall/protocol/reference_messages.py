@@ -23,7 +23,7 @@ class CreateRequest(NamedTuple):
 
 
 class ForkRequest(NamedTuple):
-    """Holder to owner: count this fork of the reference, which another worker passed to the holder."""
+    """Holder to owner: count this fork of the reference. The holder got the fork from another worker."""
 
     reference: RRefId
     fork: ForkId
@@ -117,11 +117,12 @@ class ConfirmHandle(NamedTuple):
 
 
 class RefuseHandle(NamedTuple):
-    """Tells the reference store of this worker to make every use of a handle raise: the reference has no value.
+    """Tells the reference store of this worker that `reference` has no value, so that every use of it must raise.
 
-    If `fork` is not None, this worker holds that fork, and the owner has refused it. If `fork` is None, this worker is
-    the owner: every use of the reference must raise, also by other workers. The owner still counts its own handles and
-    the forks that it has passed on. `ReleaseValue` follows when all of them have ended.
+    If `fork` is not None, this worker holds that fork, and the owner has refused it.
+
+    If `fork` is None, this worker is the owner. Uses by other workers must raise too. The owner still counts its own
+    handles and the forks that it has passed on. `ReleaseValue` follows when all of them have ended.
     """
 
     reference: RRefId

@@ -186,9 +186,10 @@ class Watching:
     def look_further(self) -> bool:
         """Adapts `span`, the number of successors on the ring that this worker should watch, to their answers.
 
-        If no watched worker has answered for a third of an interval, `span` becomes `WIDER` times their number. If
-        there are watched workers without an unanswered ping, `span` ends at the nearest of them, but is at least
-        `NEIGHBOURS`. Otherwise `span` does not change.
+        If some watched worker has no unanswered ping, `span` becomes the place of the nearest such worker, counted from
+        1, but at least `NEIGHBOURS`. If all watched workers have left a ping unanswered for a third of an interval,
+        `span` becomes `WIDER` times the number of watched workers. Otherwise, or if nobody is watched, `span` does not
+        change.
 
         Returns:
             Whether `span` has changed. False if the last `advance` came late, because answers may be unread then.
@@ -225,9 +226,11 @@ class Watching:
         self._heard.pop(worker, None)
 
     def to_ping(self) -> list[Worker]:
-        """Returns the workers to ping now, perhaps none, and counts them as pinged.
+        """Returns the workers to ping now, and counts them as pinged. To be called each time `advance` returns True.
 
-        To be called each time that `advance` returns True.
+        The watched workers take turns, so that each is pinged at least once per interval. If one of them has not
+        answered for a third of an interval, all are pinged out of turn, except those that have not answered for an
+        interval or longer. The list may be empty.
         """
         pings: list[Worker] = []
         cycle = max(1, min(TURNS, len(self.watched)))
@@ -250,7 +253,7 @@ class Watching:
         return pings
 
     def _silence_of(self, neighbour: Neighbour) -> float:
-        """Returns the seconds since the first ping to a neighbour without an answer; 0 if all pings were answered."""
+        """Returns the seconds since the first unanswered ping to `neighbour`; 0 if it has answered all pings."""
         return 0.0 if neighbour.unanswered is None else self._clock - neighbour.unanswered
 
     def quiet(self) -> list[Worker]:
@@ -294,9 +297,10 @@ class Watching:
         return [worker for worker, heard in self._heard.items() if heard >= since]
 
     def silence(self, worker: Worker) -> float:
-        """Returns how many seconds ago a watched worker was last heard, by this worker or, as reported, by another.
+        """Returns how many seconds ago a watched worker was last heard.
 
-        If it was not heard yet, returns for how many seconds it has been watched.
+        Reports of other workers that they have heard it count, too. If it was not heard since it is watched, returns
+        for how many seconds it has been watched.
 
         Raises:
             KeyError: The worker is not watched.
@@ -333,8 +337,8 @@ class Watching:
         """Returns the watched workers to declare lost now.
 
         Such a worker has not answered a ping for longer than the timeout (`heartbeat_patience`). Others were asked
-        about it, and have not heard it either. If this worker hears nobody at all, it cannot ask others. Then the
-        silent workers are returned only when this worker has heard nobody for the timeout and 1.5 intervals.
+        about it, and have not heard it either. If this worker hears nobody at all, it cannot ask others. Then it waits
+        longer: the silent workers are returned when it has heard nobody for the timeout plus 1.5 intervals.
 
         Returns:
             The workers. An empty list if there are none, or if the last `advance` came late, because answers may be

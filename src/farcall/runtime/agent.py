@@ -328,9 +328,9 @@ class Agent(RpcAgent):
     def _replace_connections(self) -> None:
         """Replaces idle connections for which a new link may be faster (`should_be_replaced`).
 
-        Such a connection is forgotten first, so that the next call opens another one. It is closed at a later
-        heartbeat, because a thread may be about to send a call on it. A connection with pending calls or unsent bytes
-        is left alone: later calls on a new connection could overtake them.
+        Calls that begin later do not use such a connection: the next one opens a new connection. The old one is closed
+        at a later heartbeat, because a thread may be about to send a call on it. A connection with pending calls or
+        unsent bytes is not replaced, because later calls on a new connection could overtake these.
         """
         for connection in list(self._clients):
             should_be_replaced = getattr(connection.link, "should_be_replaced", None)
@@ -344,16 +344,17 @@ class Agent(RpcAgent):
                     connection.lose("another connection to it has taken the place of this one", advice="")
 
     def _links(self) -> list[Link]:
-        """Returns the links of all connections in both directions; an empty list if there are none."""
+        """Returns the links of all connections, whether this or the other worker opened them; may be empty."""
         clients, servers = list(self._clients), list(self._servers)
         return [*[each.link for each in clients], *[each.link for each in servers]]
 
     def worker_gone(self, number: Worker, has_left: bool) -> None:
         """Called when a worker is not in the group any more: updates the metrics and the store of the rendezvous.
 
-        In an open group, the store frees the name of the worker. In a fixed group, the name of a lost worker is added
-        to the result of `lost`, and threads that wait in the store get a `RendezvousError`, unless the group shuts
-        down.
+        In an open group, the store frees the name of the worker. In a fixed group, nothing more happens if the worker
+        has left. If it was lost, its name is added to the result of `lost`. Threads that wait in the store for other
+        workers then get a `RendezvousError`. While the group shuts down, they get it only if the lost worker hosted
+        the store.
 
         Args:
             number: The number of the worker.
@@ -609,8 +610,8 @@ class Agent(RpcAgent):
         In an open group, only waits until this worker is idle: it has nothing to do and waits for nothing.
 
         Args:
-            shutdown: True if this worker leaves next. Then, from the end of this call on, this worker does not take the
-                end of a connection for the loss of a worker.
+            shutdown: Whether this worker leaves next. If True, connections may end after this call: this worker does
+                not regard the workers at their other ends as lost. If False, it still does.
             timeout: How many seconds to wait; 0 means no limit.
 
         Raises:
@@ -638,10 +639,10 @@ class Agent(RpcAgent):
         wait_at_barrier(self, self._rendezvous, deadline_of(timeout), self._next_sync("sync()"))
 
     def _next_sync(self, where: str) -> Occasion:
-        """Counts one more `join` or `sync`, and returns its prefix for keys in the store, with texts for messages.
+        """Counts one more call of `join` or `sync`. Returns the prefix of the call's keys in the store, and texts.
 
         The prefix contains the count. So it is the same on all workers that have called `join` and `sync` equally
-        often. `where` is the name of the function that waits, for the texts.
+        often. The texts are for error messages. `where` is the name in the texts: "join()" or "sync()".
         """
         with self._lock:
             self._syncs += 1
@@ -673,8 +674,8 @@ class Agent(RpcAgent):
     def calls_started(self) -> int:
         """Returns the number of calls that this worker has made to others so far.
 
-        Messages about references are counted too, because a message can release a value, whose finalizer may make
-        calls.
+        Messages about references are counted too, because they can lead to calls: such a message can release a value,
+        and the finalizer of the value can make calls.
         """
         now = sum(connection.calls_made for connection in list(self._clients))
         return self._metrics.calls_made() + now + self.reference_store.messages_sent()
@@ -730,8 +731,8 @@ class Agent(RpcAgent):
             timeout: How many seconds to wait; 0 for no limit.
 
         Returns:
-            Whether this call must shut down. False if everything is closed, or if it has interrupted an earlier call in
-            the same thread.
+            True if this call must shut down. False if everything is closed already. Also False if an earlier call is
+            under way in the same thread: a signal handler has interrupted that call, and it goes on later.
 
         Raises:
             ShutdownError: The timeout expired.
@@ -779,7 +780,7 @@ class Agent(RpcAgent):
         """Waits until no call is running on any worker of a fixed group, and all workers know that.
 
         Sets the attribute `left` to the references that this worker still owns or holds. Logs a warning if this worker
-        holds references of others, or others hold references of this worker. Does not close anything.
+        holds a reference that another worker owns, or the reverse. Does not close anything.
 
         Args:
             timeout: How many seconds to wait; 0 means no limit.
@@ -796,8 +797,8 @@ class Agent(RpcAgent):
     def drain(self, timeout: float) -> None:
         """Prepares to leave an open group: waits until this worker is idle, and gives up its handles.
 
-        Later uses of handles of other workers' values raise `UsageError`. Logs a warning if this worker holds
-        references of others, or others hold references of this worker. Does not close anything.
+        If a handle of another worker's value is used later, `UsageError` is raised. Logs a warning if this worker still
+        holds a reference that another worker owns, or the reverse. Does not close anything.
 
         Args:
             timeout: How many seconds to wait; 0 means no limit.
@@ -814,7 +815,7 @@ class Agent(RpcAgent):
     def _report_what_is_left(self) -> Inventory:
         """Returns all references that this worker owns or holds.
 
-        Logs a warning if this worker holds references of others, or others hold references of this worker.
+        Logs a warning if this worker holds a reference that another worker owns, or the reverse.
         """
         inventory = self.reference_store.inventory()
         left = inventory.between_workers()
@@ -839,8 +840,8 @@ class Agent(RpcAgent):
             is_early: True if the other workers do not expect this worker to leave. Then they are told that it leaves.
             store_timeout: How many seconds to wait until the other workers do not need the store of the rendezvous any
                 more, if this worker hosts it; 0 to close it at once.
-            timeout: How many seconds to wait for cancelled coroutines to end. After that, functions get as many seconds
-                to end. A coroutine or function that still runs then goes on in its thread.
+            timeout: How many seconds to wait for cancelled coroutines to end. The wait for functions comes next, and
+                takes at most `timeout` seconds again. Coroutines and functions that still run then are not stopped.
         """
         with self._lock:
             if self._has_ended or self._is_closing:
@@ -861,9 +862,9 @@ class Agent(RpcAgent):
             is_early: True if the other workers do not expect this worker to leave. Then they are told that it leaves.
             store_timeout: How many seconds to wait until the other workers do not need the store of the rendezvous any
                 more, if this worker hosts it; 0 to close it at once.
-            timeout: How many seconds to wait for cancelled coroutines to end. After that, functions get as many seconds
-                to end. A coroutine or function that still runs then goes on in its thread. A warning is logged if a
-                function does.
+            timeout: How many seconds to wait for cancelled coroutines to end. The wait for functions comes next, and
+                takes at most `timeout` seconds again. Coroutines and functions that still run then are not stopped.
+                For functions, a warning is logged.
         """
         is_member = self.closed is None
         self._peers.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
@@ -913,8 +914,8 @@ class Agent(RpcAgent):
     def about_to_fork(self) -> None:
         """Called before this process forks, so that received buffers do not change in the child.
 
-        The child inherits buffers in shared memory. From now on, no other frames are written into the memory of these
-        buffers.
+        The child inherits the received buffers that are in shared memory. From now on, the memory of these buffers is
+        not used for later frames.
         """
         for link in self._links():
             link.prepare_fork()

@@ -67,14 +67,14 @@ references in the arguments, and the call as interceptors see it."""
 
 
 class _RemoteCall(NamedTuple):
-    """What is sent with a call of `remote`, whose result stays at the callee.
+    """A call made by `remote`: the callee runs the function, and keeps the result.
 
     Attributes:
         function: The function, or the name of a method of the value of a reference.
         args: The positional arguments; empty for none.
         kwargs: The keyword arguments; None for none.
         annotations: Named values for the interceptors of the callee; empty for none.
-        seconds: The result must be there within so many seconds; 0 for no limit.
+        seconds: Within how many seconds the function must have its result; 0 for no limit.
     """
 
     function: Callee
@@ -116,7 +116,10 @@ class Caller:
 
     @property
     def numbered(self) -> Mapping[int, Peer]:
-        """The workers of the group by number, this one included, and some that have left or were lost."""
+        """The workers of the group by number, this one included.
+
+        Workers that have left or were lost are in it as well, until this worker forgets them.
+        """
         return self._peers.by_number
 
     # Calls
@@ -132,8 +135,8 @@ class Caller:
     ) -> Future[Any]:
         """Sends a call to a worker, and returns the future of its result without waiting for the reply.
 
-        Opens a connection first if there is none, and waits for that, at most `timeout` seconds. On the thread of an
-        event loop, does not wait: another thread connects and sends the call. The future fails if connecting fails.
+        If there is no connection, opens one and waits until it is open. On the thread of an event loop, does not wait:
+        another thread connects and sends the call. Then the future fails if connecting fails.
 
         Args:
             to: The worker: its name, rank or `WorkerInfo`.
@@ -141,8 +144,8 @@ class Caller:
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
             timeout: How many seconds the call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
-            unattended: Whether the calling thread will not wait for the reply at once. If True, a thread of the
-                executor reads the reply.
+            unattended: True to make a thread of the executor read the reply, if no other thread reads it soon. False if
+                the calling thread waits for the reply at once, and can read it itself.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
@@ -187,7 +190,11 @@ class Caller:
         return future
 
     def _find_scope(self) -> Scope | None:
-        """Returns the scope of the running code, whose calls share a deadline and are cancelled together, or None."""
+        """Returns the scope in which the current thread runs; None if there is none.
+
+        A scope is a function that runs for another worker, or a block of `deadline` or `detached`. The calls in a scope
+        have one deadline, and are cancelled together.
+        """
         found = self._current_scope()
         return found.find() if found is not None else None
 
@@ -201,9 +208,9 @@ class Caller:
     ) -> list[Future[Any]]:
         """Sends the same call to several workers, and returns their futures without waiting for the replies.
 
-        The arguments are pickled once, and copied into shared memory once for all workers of this host; with client
-        interceptors, once for each worker. Workers that have a connection are sent the call first. Only then are
-        connections to the others opened.
+        The arguments are pickled once, and copied into shared memory once for all workers of this host. If there are
+        client interceptors, both are done for each worker. The call is sent first to the workers that have a
+        connection. Only then are connections to the others opened.
 
         Args:
             workers: The workers; at least one.
@@ -213,7 +220,8 @@ class Caller:
             timeout: How many seconds each call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
 
         Returns:
-            A future for each worker, in the same order. It has failed if the call could not be sent to that worker.
+            A future for each worker, in the same order. If the call could not be sent to a worker, the future of that
+            worker has failed.
 
         Raises:
             UsageError: An argument is not valid.
@@ -252,10 +260,11 @@ class Caller:
         return peer is None or peer.connection is None
 
     def calls_pending(self, worker: WorkerInfo) -> int:
-        """Returns how many calls of this worker to `worker` wait for a reply, without those made by `remote`.
+        """Returns how many calls of this worker to `worker` are not complete yet.
 
-        If there is no connection to `worker`, returns how many calls wait for one, those made by `remote` included.
-        Returns 0 if that worker is not known.
+        With a connection to `worker`, these are the calls that wait for a reply. Calls made by `remote` do not count
+        then. Without a connection, these are the calls that wait for a connection. Calls made by `remote` do count
+        then. Returns 0 if `worker` is not known.
         """
         peer = self._peers.by_key.get(worker)
         if peer is None:
@@ -275,8 +284,9 @@ class Caller:
     ) -> PendingCall | UnsentCall:
         """Sends a call to a worker, and returns its future. Opens a connection first if there is none.
 
-        Waits for the connection. Only on the thread of an event loop, does not wait: another thread connects and sends
-        the call. The future is an `UnsentCall` then, and fails if connecting fails. Otherwise it is a `PendingCall`.
+        Waits until the connection is open, sends the call, and returns a `PendingCall`. On the thread of an event loop,
+        does not wait if there is no connection: returns an `UnsentCall`, and another thread connects and sends the
+        call. An `UnsentCall` fails if connecting fails.
 
         Args:
             peer: The worker.
@@ -309,8 +319,9 @@ class Caller:
     ) -> PendingCall | UnsentCall:
         """Sends a call with pickled arguments to a worker, and returns its future. Connects first if necessary.
 
-        Waits for the connection. Only on the thread of an event loop, does not wait: another thread connects and sends
-        the call. The future is an `UnsentCall` then, and fails if connecting fails. Otherwise it is a `PendingCall`.
+        Waits until the connection is open, sends the call, and returns a `PendingCall`. On the thread of an event loop,
+        does not wait if there is no connection: returns an `UnsentCall`, and another thread connects and sends the
+        call. An `UnsentCall` fails if connecting fails.
 
         Args:
             peer: The worker.
@@ -376,8 +387,8 @@ class Caller:
     def _send_when_connected(self, peer: Peer, unsent: Unsent) -> None:
         """Queues `unsent`, a call, for the thread that connects to `peer`. Never waits.
 
-        Sends the call itself if there is a connection by now. Fails all queued calls if this worker was shut down or
-        expelled.
+        If there is a connection by now, sends the call on it at once, and queues nothing. Otherwise, if this worker was
+        shut down or expelled, all calls in the queue for `peer` fail, `unsent` included.
         """
         connection = peer.send_when_connected(unsent)
         if connection is not None:
@@ -388,8 +399,8 @@ class Caller:
     def _unconnected_error(self, peer: Peer, error: RpcError) -> RpcError:
         """Returns the error of a call that was not sent because connecting failed with `error`.
 
-        Returns the error of every call if this worker was shut down or expelled. Returns a copy of `error` if that is a
-        `WorkerLostError`, because raising an error adds to its traceback. Otherwise returns `error` itself.
+        If this worker was shut down or expelled, returns the error that says so. If `error` is a `WorkerLostError`,
+        returns a copy of it, because raising an error adds to its traceback. Otherwise returns `error` itself.
         """
         if self._peers.closed is not None:  # this worker was shut down or expelled meanwhile
             return self._peers.closed
@@ -482,7 +493,8 @@ class Caller:
             args: The positional arguments; None or empty for none.
             kwargs: The keyword arguments; None or empty for none.
             timeout: How many seconds the call may take; 0 for no limit.
-            unattended: Whether a thread of the executor reads the reply, because the calling thread will not wait.
+            unattended: True to make a thread of the executor read the reply, if no other thread reads it soon. False if
+                the calling thread waits for the reply at once, and can read it itself.
 
         Raises:
             UsageError: An interceptor has set a function or timeout that is not valid, or returns no future.
@@ -508,12 +520,11 @@ class Caller:
         return run_client_interceptors(self._interceptors.client, call, send)  # type: ignore[no-any-return]
 
     def _callee_of(self, call: ClientCall, handle: Handle | None) -> bytes:
-        """Returns the function or method of a call that interceptors may have changed, as encoded in a frame.
+        """Returns `call.function`, the function or method to call, as encoded in a frame.
 
-        Returns empty bytes if the function must be pickled.
-
-        `handle` is that of the value whose method is called; None for a function. Raises `UsageError` if an interceptor
-        has set a function or timeout that is not valid.
+        Returns empty bytes if the function must be pickled. To call a method, `handle` is the handle of the value. To
+        call a function, `handle` is None. Interceptors may have changed `call`. Raises `UsageError` if its function or
+        timeout is not valid.
         """
         check_timeout(call.timeout)
         called = call.function
@@ -550,8 +561,8 @@ class Caller:
             args: The positional arguments of the method; empty for none.
             kwargs: Its keyword arguments; None for none.
             timeout: How many seconds the call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
-            unattended: Whether the calling thread will not wait for the reply at once. If True, a thread of the
-                executor reads the reply.
+            unattended: True to make a thread of the executor read the reply, if no other thread reads it soon. False if
+                the calling thread waits for the reply at once, and can read it itself.
 
         Returns:
             The future of the answer: the result of the method, the value, the type, or None for PRESENCE. It fails if
@@ -560,7 +571,8 @@ class Caller:
 
         Raises:
             OwnerLostError: The owner was lost.
-            ReferenceRefusedError: The worker that passed the reference on died before the owner could count this fork.
+            ReferenceRefusedError: The owner does not know this worker's fork of the reference, because the worker that
+                passed the reference on died too early.
             SerializationError: An argument cannot be pickled.
             UsageError: The handle was given up, an argument is not valid, or this worker was shut down.
             RpcTimeoutError: The timeout expired before the request was sent.
@@ -675,19 +687,20 @@ class Caller:
         return wait_or_cancel(self.call_on(handle, VALUE, "to_here", (), None, timeout))
 
     def _callee_on(self, handle: Handle, what: bytes, method: str) -> bytes:
-        """Returns what a request does with the value of a reference, as encoded in a frame.
+        """Returns the callee field of a request to the owner of a reference: `what`, the handle and the method.
 
-        `what` says what is asked for: METHOD (a call of the method with the name `method`), VALUE, TYPE, or PRESENCE
-        (an answer as soon as the value exists). It is not checked. `method` is used only for METHOD.
+        `what` is METHOD to call the method named `method`, VALUE to get the value, TYPE to get its type, or PRESENCE to
+        get an answer as soon as the value exists. `what` is not checked. `method` is used only for METHOD.
         """
         if handle.packed is None:
             handle.packed = pack_handle(handle.reference, handle.fork or ForkId(self._store.me, 0))
         return what + handle.packed + method.encode() if what == METHOD else what + handle.packed
 
     def _owner_of(self, handle: Handle) -> Peer:
-        """Returns the owner of a reference, also if it is gone and still remembered.
+        """Returns the owner of the reference of `handle`.
 
-        Raises `OwnerLostError` if it is not remembered any more.
+        For some time after the owner has left or was lost, it is returned all the same. After that, raises
+        `OwnerLostError`.
         """
         peer = self._peers.by_number.get(handle.reference.owner)
         if peer is None:  # lost long ago, and not remembered any more
@@ -706,23 +719,23 @@ class Caller:
     ) -> Handle:
         """Makes a worker run a function and keep the result. Returns a handle of the result without waiting for it.
 
-        Opens a connection first if there is none. Waits for that as long as the call may take; if it has no limit, at
-        most the default timeout. On the thread of an event loop, does not wait: another thread connects and sends the
-        call. An error of the function is raised when the handle is used.
+        If there is no connection, opens one and waits until it is open. On the thread of an event loop, does not wait:
+        another thread connects and sends the call. An error of the function is raised when the handle is used.
 
         Args:
             to: The worker: its name, rank or `WorkerInfo`. This worker is allowed.
             function: The function.
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: The function is cancelled if there is no result within so many seconds. 0 and `UNSET_RPC_TIMEOUT`
-                set no limit. A deadline of the calling code holds in any case.
+            timeout: The function is cancelled if there is no result within so many seconds. With 0 or
+                `UNSET_RPC_TIMEOUT` the function has no limit, but connecting may take no longer than the default
+                timeout. If the calling code has a deadline, the function is cancelled at that deadline at the latest.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
             UsageError: Another argument is not valid, or the call is too large for the other worker.
             SerializationError: An argument cannot be pickled.
-            RpcTimeoutError: The timeout, or the default one, expired before the call was sent.
+            RpcTimeoutError: `timeout`, or the default timeout, expired before there was a connection.
             WorkerLostError: The worker has left, was lost, or cannot be reached.
             RpcError: This worker was shut down or expelled.
         """
@@ -757,15 +770,17 @@ class Caller:
             method: The name of the method.
             args: Its positional arguments; empty for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: The method is cancelled if there is no result within so many seconds. 0 and `UNSET_RPC_TIMEOUT`
-                set no limit. A deadline of the calling code holds in any case.
+            timeout: The method is cancelled if there is no result within so many seconds. With 0 or `UNSET_RPC_TIMEOUT`
+                the method has no limit, but connecting may take no longer than the default timeout. If the calling code
+                has a deadline, the method is cancelled at that deadline at the latest.
 
         Raises:
             OwnerLostError: The owner was lost.
-            ReferenceRefusedError: The worker that passed the reference on died before the owner could count this fork.
+            ReferenceRefusedError: The owner does not know this worker's fork of the reference, because the worker that
+                passed the reference on died too early.
             SerializationError: An argument cannot be pickled.
             UsageError: The handle was given up, the timeout is not valid, or this worker was shut down.
-            RpcTimeoutError: The timeout, or the default one, expired before the call was sent.
+            RpcTimeoutError: `timeout`, or the default timeout, expired before there was a connection.
             WorkerLostError: The owner cannot be reached now.
             ExpelledError: The group has expelled this worker.
         """
@@ -793,9 +808,10 @@ class Caller:
             callee: The function or method, as encoded in a frame; empty if it must be pickled.
             args: The positional arguments; None or empty for none.
             kwargs: The keyword arguments; None or empty for none.
-            keeps: The handle whose method is called; None for a function. It stays alive until the call has arrived.
-            timeout: Within how many seconds the result must be there. 0 and `UNSET_RPC_TIMEOUT` set no limit. A
-                deadline of the calling code holds in any case.
+            keeps: For a method, the handle of the value that has the method; None for a function. The handle stays
+                alive until the call has arrived.
+            timeout: Within how many seconds the function must have its result. 0 and `UNSET_RPC_TIMEOUT` set no limit.
+                If the calling code has an earlier deadline, that holds instead.
 
         Raises:
             UsageError: The timeout is not valid, or the call is too large.
@@ -828,7 +844,8 @@ class Caller:
             peer: The worker that runs the function.
             callee: The function or method, as encoded in a frame; empty if it must be pickled.
             call: The function, its arguments, annotations and time limit.
-            keeps: The handle whose method is called; None for a function. It stays alive until the call has arrived.
+            keeps: For a method, the handle of the value that has the method; None for a function. The handle stays
+                alive until the call has arrived.
             scope: The scope to which the call belongs, and with which it is cancelled; None for none.
 
         Raises:
@@ -899,7 +916,8 @@ class Caller:
             peer: The worker that runs the function.
             packed: The call with its pickled arguments. Its buffers are copied.
             annotations: The packed annotations; empty for none.
-            keeps: The handle whose method is called; None for a function. It stays alive until the call has arrived.
+            keeps: For a method, the handle of the value that has the method; None for a function. The handle stays
+                alive until the call has arrived.
             deadline: When the result must be there, as a time of the monotonic clock; `FOREVER` for no limit.
             scope: The scope with which the call is cancelled; None for none.
 
@@ -943,7 +961,7 @@ class Caller:
     def _remote_here(
         self, callee: bytes, payload: bytes, buffers: list[memoryview], handles: list[Handle], deadline: float
     ) -> Invocation:
-        """Returns the job that runs a call of `remote` of this worker to itself. Nothing is sent, and nothing runs yet.
+        """Returns the job that runs a call that this worker makes to itself with `remote`. The job does not run yet.
 
         `callee` is the function or method as encoded in a frame. `payload`, `buffers` and `handles` are the pickled
         arguments, their buffers and references; each may be empty. The buffers are copied. `deadline` is a time of the
@@ -962,14 +980,15 @@ class Caller:
         keeps: Handle | None,
         scope: Scope | None,
     ) -> Handle:
-        """Queues a call of `remote` of this worker to itself. Returns a handle of the result, which is not there yet.
+        """Queues a call that this worker makes to itself with `remote`. Returns a handle of the later result at once.
 
         Args:
             invocation: The job that runs the call.
             callee: The function or method, as encoded in a frame.
             handles: The handles of references in the arguments; may be empty.
             annotations: Named values for interceptors; may be empty.
-            keeps: The handle whose method is called; None for a function. It stays alive until the method has run.
+            keeps: For a method, the handle of the value that has the method; None for a function. The handle stays
+                alive until the method has run.
             scope: The scope with which the call is cancelled; None for none.
         """
         value = Value()
@@ -1023,9 +1042,9 @@ class Caller:
         Returns 0 for no limit.
 
         Args:
-            timeout: The timeout that the program has given; 0 for no limit. `UNSET_RPC_TIMEOUT` stands for what is left
-                to the calling code; if that has no deadline, for the default timeout. In a block of `deadline(None)`
-                there is no default.
+            timeout: The timeout that the program has given; 0 for no limit; `UNSET_RPC_TIMEOUT` if it gave none. Then
+                the time that is left to the calling code is returned. If the calling code has no deadline, the default
+                timeout is returned, or 0 in a block of `deadline(None)`.
 
         Raises:
             UsageError: `timeout` is not a valid timeout, such as a negative number.
@@ -1039,8 +1058,8 @@ class Caller:
 
         Args:
             timeout: The timeout of the call; 0 for no limit, `UNSET_RPC_TIMEOUT` if the program gave none.
-            default: Used if the program gave none and the running code has no deadline; 0 for no limit. Not used in a
-                block of `deadline(None)`.
+            default: Returned if `timeout` is `UNSET_RPC_TIMEOUT` and the running code has no deadline; 0 for no limit.
+                In a block of `deadline(None)`, 0 is returned instead.
 
         Returns:
             Seconds; 0 for no limit.
@@ -1060,9 +1079,10 @@ class Caller:
     def _connect(self, peer: Peer, function: Callee, timeout: float) -> ClientConnection:
         """Opens the connection to a worker and returns it. Waits at most `timeout` seconds.
 
-        The wait is never longer than `CONNECT_TIMEOUT_S` seconds, also if `timeout` is 0. `function` is for messages.
-        Raises `RpcTimeoutError` if the timeout expired, `WorkerLostError` if the worker cannot be reached, and
-        `NotInitializedError` or `ExpelledError` if this worker was shut down or expelled.
+        If `timeout` is 0 or greater than `CONNECT_TIMEOUT_S`, waits at most `CONNECT_TIMEOUT_S` seconds. `function` is
+        for messages. Raises `RpcTimeoutError` if `timeout` expired. Raises `WorkerLostError` if the worker cannot be
+        reached, or not within `CONNECT_TIMEOUT_S`. Raises `NotInitializedError` or `ExpelledError` if this worker was
+        shut down or expelled.
         """
         began = monotonic()
         try:
@@ -1081,10 +1101,11 @@ class Caller:
             raise
 
     def _find(self, to: To) -> Peer:
-        """Returns the worker that `to` names, also if it is gone and still remembered.
+        """Returns the worker that `to` names.
 
-        Raises `UnknownWorkerError` if there is no such worker, `UsageError` if `to` has a wrong type, and
-        `NotInitializedError` or `ExpelledError` if this worker was shut down or expelled.
+        For some time after a worker has left or was lost, it is returned all the same. Raises `UnknownWorkerError` if
+        there is no such worker, `UsageError` if `to` has a wrong type, and `NotInitializedError` or `ExpelledError` if
+        this worker was shut down or expelled.
         """
         if self._peers.closed is not None:
             raise self._peers.closed
@@ -1096,8 +1117,8 @@ class Caller:
     def refusal(self, to: object) -> RpcError:
         """Returns the error of a call to `to`, a name, rank or `WorkerInfo` of which no worker was found.
 
-        That is `UnknownWorkerError`, or the error of every call if this worker was shut down or expelled. Raises
-        `UsageError` if `to` has a wrong type.
+        That is `UnknownWorkerError`. If this worker was shut down or expelled, it is `NotInitializedError` or
+        `ExpelledError`. Otherwise raises `UsageError` if `to` has a wrong type.
         """
         if self._peers.closed is not None:
             return self._peers.closed

@@ -285,7 +285,7 @@ class ClientConnection:
             self._lose_after_last_frames(f"sending to it failed: {error}")
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float) -> list[memoryview]:
-        """Sends a frame that may have to be sent again, and returns copies of its buffers for that.
+        """Sends a frame that may have to be sent again later. Returns copies of its buffers, to be sent then.
 
         The program may change the original buffers afterwards. If sending fails, the connection ends, and the copies
         are returned all the same. While more than `MAX_BACKLOG_BYTES` wait to be sent, this waits.
@@ -337,10 +337,10 @@ class ClientConnection:
         Args:
             future: A call of this connection.
             deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
-            scope: The function, or block of `deadline` or `detached`, that this thread is in. The wait ends when
-                `scope` is cancelled. None for the current one of this thread, if it has one.
-            waker: What `scope.add_waker` has returned. It wakes this thread when `scope` is cancelled. None if `scope`
-                is None.
+            scope: The wait ends when this scope is cancelled. A scope is a function that runs for another worker, or a
+                block of `deadline` or `detached`. None for the scope in which this thread runs, if there is one.
+            waker: The result of `scope.add_waker`. It wakes this thread when `scope` is cancelled. None if `scope` is
+                None.
 
         Raises:
             UsageError: A signal handler or finalizer called this while its own thread was processing a reply.
@@ -424,11 +424,11 @@ class ClientConnection:
         return self._lost is not None or monotonic() >= deadline or (scope is not None and scope.is_cancelled)
 
     def _after_wait(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> None:
-        """Called by `wait` at its end, with its arguments. Runs the callbacks that were left to this thread, if any.
+        """Called at the end of `wait`, with the arguments of `wait`. Runs the callbacks in `future.due`, if any.
 
-        Otherwise, does nothing if the call is settled, the connection has ended or `deadline` has passed. Raises
-        `CancelledError` if the call is not settled and `scope` is cancelled. In all other cases calls `wait` again, and
-        before that `_expire` if the deadline of the call itself has passed.
+        If there are none and the call is not settled, raises `CancelledError` if `scope` is cancelled. If `scope` is
+        not cancelled, the connection has not ended and `deadline` has not passed, calls `wait` again. If the deadline
+        of the call itself has passed, calls `_expire` before that. In all other cases does nothing.
         """
         if future.due is not None:
             due, future.due = future.due, None
@@ -443,9 +443,10 @@ class ClientConnection:
                 self.wait(future, deadline, scope, waker)
 
     def _check_nested_wait(self) -> None:
-        """Raises `UsageError` if a signal handler or finalizer has interrupted this thread while it processed frames.
+        """Called if a signal handler or finalizer waits for a call on the thread that reads the link.
 
-        Then the frames after the current one cannot be read. Does nothing if the thread was waiting on the link.
+        Raises `UsageError` if the thread was interrupted while it processed a frame, because it cannot read further
+        frames before that is done. Does nothing if the thread was interrupted while it waited on the link.
         """
         if self._awaited is None:
             raise UsageError(
@@ -454,7 +455,11 @@ class ClientConnection:
             )
 
     def _wait_interrupted(self, future: PendingCall) -> None:
-        """Leaves the reply and the callbacks of a call to other threads, after an exception has ended the wait."""
+        """Called when an exception has ended a wait for the call `future`.
+
+        Makes another thread read the reply, if the call is not settled. Runs the callbacks in `future.due`, if any, in
+        the executor.
+        """
         if not future._state:
             self.drive_in_background_later()  # perhaps no thread reads its reply now
         future.watch(PendingCall.mark_failure_seen, waker=True, attended=True)
@@ -489,7 +494,7 @@ class ClientConnection:
             self._awaited = None
 
     def _wake_reader_of(self, future: PendingCall) -> None:
-        """Wakes the thread that reads the link, if it waits for this call. It then checks whether its wait is over.
+        """Wakes the thread that reads the link, if that thread waits for this call, to check whether its wait is over.
 
         To be called after the call was settled or a scope was cancelled.
         """
@@ -499,8 +504,9 @@ class ClientConnection:
     def _sleep(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> bool:
         """Sleeps until a call is settled, this thread is woken to read the link, or the wait must end.
 
-        Returns True if the call is settled, or if the wait may go on. Returns False if the call is not settled, and the
-        connection has ended, the deadline has passed or `scope` is cancelled.
+        Returns False if the wait must end without a settled call: the connection has ended, the deadline has passed, or
+        `scope` is cancelled. Otherwise returns True. Then the caller must check whether the call is settled, and go on
+        with the wait if it is not.
 
         Args:
             future: The call.
@@ -567,8 +573,10 @@ class ClientConnection:
     def _wake_successor(self) -> None:
         """Makes sure that some thread reads the link.
 
-        Wakes a thread that sleeps in `_sleep`. If there is none and replies are expected, the leader of the executor
-        reads: at once if a pending call has a callback, else later. Does nothing if a woken thread is about to read.
+        Does nothing if a thread was woken for that before, and has not begun to read yet. Otherwise wakes a thread that
+        sleeps in `_sleep`. If there is none and replies or acknowledgements are expected, makes the leader read: the
+        thread of the executor that reads requests. It reads from now on if `drive_in_background` was called and calls
+        are pending, and otherwise as `drive_in_background_later` says.
         """
         while self._successor is None and (sleepers := list(self._sleepers)):
             gate = sleepers[-1]
@@ -649,17 +657,18 @@ class ClientConnection:
             raise
 
     def _complete_failed(self, future: PendingCall | None, error: BaseException) -> None:
-        """Called when processing a frame has raised `error`. Makes `future` pending again, unless it is settled.
+        """Called when processing a frame has raised `error`. Puts `future` back into `pending`, unless it is settled.
 
-        Also ends the connection, because later frames are lost. If `error` is a `ConnectionError`, the connection is
-        not ended here: the caller must end it.
+        Then ends the connection, because the frames that follow are lost. Does not end it if `error` is a
+        `ConnectionError`: the caller must do that.
 
         Args:
             future: The call that the frame is a reply to; None if there is none.
             error: The exception.
 
         Raises:
-            ProtocolError: `error` is a `struct.error`: the frame is too short. Nothing is changed.
+            ProtocolError: `error` is a `struct.error`, which means that the frame is too short. Then nothing else is
+                done.
         """
         if isinstance(error, struct.error):
             raise ProtocolError("a frame came that is too short") from None
@@ -712,8 +721,9 @@ class ClientConnection:
     def _receive_late(self, call_id: int, flags: int) -> None:
         """Processes the reply to a call that has timed out or was cancelled.
 
-        A call that has timed out may still wait to hear whether its function had started. Then it fails now, with an
-        `RpcTimeoutError` that says whether it had. Otherwise the reply is discarded.
+        When a call times out, the callee is usually asked whether the function had started. If the call still waits for
+        that answer, it fails now. Its `RpcTimeoutError` says whether the function had started, as read from `flags`.
+        Otherwise the reply is discarded. `call_id` is the id of the call, and may be unknown.
         """
         self._late.discard(call_id)
         future = self._expiring.get(call_id)
@@ -724,9 +734,10 @@ class ClientConnection:
     def _open_reply(self, flags: int, frame: bytes, call_id: int) -> tuple[Any, int]:
         """Returns the handles of the references in a reply, and the offset of its payload in `frame`.
 
-        The handles are an empty sequence if the reply has no references. If the reply has annotations, and the call
-        `call_id` is one of `intercepted`, they become its `reply_annotations`; else they are dropped. Raises
-        `ProtocolError` if the references or annotations cannot be read.
+        The handles are an empty sequence if the reply has no references. If the call with the id `call_id` has
+        interceptors, they get the annotations of the reply in `ClientCall.reply_annotations`. Otherwise the annotations
+        are dropped. `flags` say whether the reply has references and annotations. Raises `ProtocolError` if these
+        cannot be read.
         """
         at = HEADER_SIZE
         handles: Any = ()
@@ -762,7 +773,11 @@ class ClientConnection:
     # Reading while no thread waits
 
     def drive_in_background(self) -> None:
-        """Makes the leader of the executor read the link from now on, unless another thread reads it. Does not wait."""
+        """Makes the leader, the thread of the executor that reads requests, read the link as well. Does not wait.
+
+        If other threads read the link now, the leader begins when none of them reads any more, if calls are pending
+        then.
+        """
         self._must_read_in_background = True
         if self._role:
             self._watch()
@@ -770,15 +785,19 @@ class ClientConnection:
     def drive_in_background_later(self) -> None:
         """Makes the leader of the executor read the link if no thread does after `UNATTENDED_S` seconds. Does not wait.
 
-        While more calls are being sent, the leader starts later, at most after `_MAX_UNATTENDED_S` seconds. Nothing
-        happens if no reply or acknowledgement is expected then.
+        The leader is the thread of the executor that reads requests. While more calls are being sent, it begins later,
+        after about `_MAX_UNATTENDED_S` seconds at most. It does not begin if no reply or acknowledgement is expected
+        then.
         """
         if not self._unattended_since:
             self._unattended_since = now = monotonic()
             self._schedule(now + self._look_interval_s, self._look_unattended)
 
     def expect_acknowledgement(self) -> None:
-        """Notes that the peer will acknowledge a control message, and makes the leader of the executor read it."""
+        """Notes that the peer will acknowledge a control message. Does not wait.
+
+        If no other thread reads the link soon, a thread of the executor reads the acknowledgement.
+        """
         self._expects_acknowledgement = True
         self.drive_in_background_later()
 
@@ -802,9 +821,11 @@ class ClientConnection:
         self._timers.schedule(when, call)
 
     def _look_unattended(self) -> None:
-        """Called by the timers: makes the leader read the link if replies are expected and no other thread reads them.
+        """Called by the timers. Makes the leader of the executor read the link, if no other thread does.
 
-        Schedules itself again while another thread reads, or while more calls are being sent.
+        The leader is the thread of the executor that reads requests. If another thread reads the link, or more calls
+        are being sent, schedules itself again instead. Does nothing if no reply or acknowledgement is expected, the
+        leader reads already, or the connection has ended.
         """
         since, self._unattended_since = self._unattended_since, 0.0
         if self._lost is not None or not self._awaits_reply() or self._is_watched:
@@ -833,9 +854,9 @@ class ClientConnection:
         return self._expects_acknowledgement
 
     def _watch(self) -> None:
-        """Makes the leader of the executor read the link.
+        """Makes the leader, the thread of the executor that reads requests, read the link as well.
 
-        Does nothing if it does already, or the connection has ended.
+        Does nothing if the leader reads the link already, or the connection has ended.
         """
         if not self._is_watched and self._lost is None:
             self._is_watched = True
@@ -847,7 +868,8 @@ class ClientConnection:
     def _read_in_background(self) -> None:
         """Called by the leader of the executor: reads and processes the frames that have arrived.
 
-        The leader stops reading this link if another thread reads or waits to read it, or if nothing more is expected.
+        The leader is the thread of the executor that reads requests. It stops reading this link if another thread reads
+        the link or sleeps until it may read, or if no reply or acknowledgement is expected any more.
         """
         if not self._take_role():
             self._unwatch()
@@ -868,9 +890,10 @@ class ClientConnection:
             self._after_reading()
 
     def _unwatch(self) -> None:
-        """Makes the leader of the executor stop reading the link.
+        """Makes the leader, the thread of the executor that reads requests, stop reading the link.
 
-        It still notices when the other end closes the link.
+        The leader still calls `_on_hang_up` when the other end closes the link. Does nothing if the leader does not
+        read the link.
         """
         if self._is_watched:
             self._is_watched = False
@@ -880,9 +903,10 @@ class ClientConnection:
                 pass  # another thread is closing it
 
     def _on_hang_up(self) -> None:
-        """Called by the leader when the other end has closed the link. Reads the last frames, and ends the connection.
+        """Called by the poller if the other end seems to have closed the link: checks that, and ends the connection.
 
-        If another thread reads the link, that thread does so instead.
+        Processes the last frames before that. If another thread reads the link, that thread does both instead. Does
+        nothing if the other end has not closed the link, or the link is closed here already.
         """
         try:
             if not self.link.has_hung_up():
@@ -1022,8 +1046,8 @@ class ClientConnection:
     def _link_failed(self, error: ConnectionError) -> None:
         """Ends the connection, because the link has raised `error`. Pending calls fail with `WorkerLostError`.
 
-        The message says that the peer has left the group, that the peer has closed the connection, or what `error`
-        says.
+        The message of that error gives the reason: the peer has left the group, or the peer has closed the connection.
+        In all other cases the message has the text of `error`.
         """
         if self._leaving:
             self.lose(self._leaving, advice="")
@@ -1033,10 +1057,10 @@ class ClientConnection:
             self.lose("it closed the connection" if isinstance(error, ConnectionResetError) else str(error))
 
     def _lose_after_last_frames(self, reason: str) -> None:
-        """Called when sending has failed: processes the frames that the peer has sent before, and ends the connection.
+        """Called when sending has failed. Processes the frames that have arrived, and then ends the connection.
 
-        If the peer has announced in these frames that it leaves the group, that is the reason in error messages, not
-        `reason`.
+        `reason` is the reason in error messages. If the peer has announced that it leaves the group, error messages say
+        that instead. If another thread reads the link, no frames are processed here.
         """
         for _ in range(1000):
             if self._lost is not None or not self._take_role():

@@ -119,7 +119,7 @@ class PeerTable:
 
 
 class ClusterOwner(Protocol):
-    """What `Cluster` needs from the agent of its worker: it is told of changes, and makes connections."""
+    """What `Cluster` needs from the agent of its worker: the agent makes connections, and is told of changes."""
 
     def connect_client(self, peer: Peer, link: Link, peer_limits: tuple[int, int]) -> ClientConnection:
         """Returns a new connection for calls to a worker.
@@ -156,8 +156,8 @@ class Cluster:
         me: This worker.
         run: The name of this run of the group. Workers of another run may not connect.
         peers: The table in which calls look up their callees. The cluster keeps it up to date.
-        heartbeat: Two times in seconds: how often heartbeats are sent, and how long a worker must be silent at
-            least before it is declared lost.
+        heartbeat: Two times in seconds: the interval between heartbeats, and the shortest silence after which a worker
+            is declared lost.
         owner: The agent, which is told of changes.
         is_open: Whether the group is open: workers may join at any time.
 
@@ -236,7 +236,8 @@ class Cluster:
     def _beat(self, now: float) -> float:
         """Sends heartbeats, and declares workers lost that were silent for too long.
 
-        Tries again to connect where that has failed. Closes connections to workers that left at least one interval ago.
+        Tries again to connect to workers if the last attempt has failed. Closes connections to workers that left at
+        least one interval ago.
 
         Args:
             now: The current time of the monotonic clock.
@@ -366,7 +367,7 @@ class Cluster:
     def _refused_as_dead(self) -> None:
         """Called when another worker says that the group has expelled this worker: tells the agent so.
 
-        Does nothing if this worker knows that, or has left.
+        Does nothing if this worker knows already that it is expelled, or has left.
         """
         if not self._membership.is_out:
             self._membership.is_out = True
@@ -445,7 +446,7 @@ class Cluster:
     def leave(self) -> None:
         """Tells all connected workers that this one leaves the group, so that they do not declare it lost. Never waits.
 
-        Closes nothing. From now on, a connection that ends is not taken for a lost worker.
+        Closes no connection. From now on, this worker does not declare a worker lost when a connection ends.
         """
         self.is_quiet = True
         with self._lock:
@@ -464,9 +465,10 @@ class Cluster:
     # Carrying out effects
 
     def _change(self, effects: Iterable[Effect]) -> None:
-        """Adds and removes workers, as `effects` say, and queues that for the watchers. Ignores all other effects.
+        """Adds and removes workers, as `effects` say, and queues these changes for the watchers.
 
-        `effects` are what the membership protocol has decided; may be empty. The caller holds the lock.
+        `effects` are what the membership protocol has decided; may be empty. Effects that neither add nor remove a
+        worker are ignored. The caller holds the lock.
         """
         for effect in effects:
             if isinstance(effect, MemberJoined):
@@ -478,10 +480,11 @@ class Cluster:
                 self._note_change("left" if has_left else "lost", effect.member)
 
     def _act(self, effects: Iterable[Effect]) -> None:
-        """Sends messages, ends connections and tells the agent of changes, as `effects` say. Queues calls of watchers.
+        """Sends messages, ends connections and tells the agent of changes, as `effects` say.
 
-        `effects` are what the membership protocol has decided; may be empty. `_change` must be called first.
-        Also forgets the oldest workers that are gone if too many are remembered. The caller does not hold the lock.
+        `effects` are what the membership protocol has decided; may be empty. `_change` must be called with them first.
+        Lets the executor call the watchers if changes are queued for them. Forgets the oldest workers that are gone if
+        more than 1024 are remembered. The caller does not hold the lock.
         """
         for effect in effects:
             if isinstance(effect, SendMessage):
@@ -517,7 +520,7 @@ class Cluster:
             self._unreported_changes.append((list(self._watchers), MembershipChange(kind, info_of(member))))
 
     def _notify_watchers(self) -> None:
-        """Calls the watchers with all queued changes. Returns at once if another thread does that."""
+        """Calls the watchers with all queued changes. Returns at once if another thread is calling them."""
         while self._unreported_changes and self._notifying.acquire(blocking=False):
             try:
                 while self._unreported_changes:
@@ -562,8 +565,8 @@ class Cluster:
     def _clean_up_gone_worker(self, number: Worker, has_left: bool) -> None:
         """Ends the connections with a worker that is gone, fails the references that it owned, and tells the agent.
 
-        `has_left` is True if the worker has left: then its last replies are still read. False if it was lost. Called
-        without the lock, because callbacks of users may run.
+        `has_left` is True if the worker has left, and False if it was lost. The last replies of a worker that has left
+        are still read. Called without the lock, because callbacks of users may run.
         """
         peer = self._peers.by_number.get(number)
         if peer is not None and has_left:

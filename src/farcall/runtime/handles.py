@@ -197,7 +197,7 @@ class Handle:
 
 
 class HandleRef(weakref.ref[Handle]):
-    """A weak reference to a handle, with the ids of the handle, which are known even after the handle is gone.
+    """A weak reference to a handle. It has the ids of the handle, also after the handle is gone.
 
     Its callback is the `append` of a queue, which runs no Python code. So no exception from a signal handler can come
     between the end of the handle and the entry in the queue.
@@ -327,7 +327,8 @@ def check_number(handles: int) -> None:
 def refuse_in_finalizer(lock: threading.RLock) -> None:
     """Raises `UsageError` if this thread holds `lock` already; otherwise does nothing.
 
-    A thread that holds `lock` is changing the tables of references. If it comes here, a finalizer has interrupted it.
+    A thread holds `lock` while it changes the tables of references. It calls this function meanwhile only if a
+    finalizer, such as `__del__`, has interrupted the change.
     """
     if lock._is_owned():  # type: ignore[attr-defined]
         raise UsageError(
@@ -372,9 +373,9 @@ def expelled(reference: RRefId, worker: str) -> ExpelledError:
 
 
 def refused(reference: RRefId) -> ReferenceRefusedError:
-    """Returns the error of a handle that another worker passed on and that the owner has refused.
+    """Returns the error of a handle that came from another worker, and whose fork the owner refuses to count.
 
-    That worker died before the owner had counted the new fork, and the value is gone. `reference` is for the message.
+    The message says that this other worker died too early, and that the value is gone. It contains `reference`.
     """
     return ReferenceRefusedError(
         f"{reference} was passed on by a worker that died before its owner could count it; "

@@ -172,9 +172,9 @@ class Invocation(Scope):
         reference: RRefId | None = None,
         keeps: object = None,
     ) -> None:
-        """Adds what only some requests have. Must be called before `run`, if at all.
+        """Adds the parts that only some requests have. Must be called before `run`. Other requests do not need it.
 
-        With `reference`, the call can be found in `ReferenceStore.creations` from now on, and is cancelled at its
+        If `reference` is given, `ReferenceStore.creations` has this call from now on, and the timers cancel it at its
         deadline.
 
         Args:
@@ -464,10 +464,10 @@ class Invocation(Scope):
     def _finish(self, function: Callable[..., Any] | str, outcome: list[Any]) -> None:
         """Sends the reply of a function that has returned; for a call of `remote`, keeps the result. Raises nothing.
 
-        If the result cannot be sent, sends the error.
+        If the result cannot be sent, sends the error. Sends nothing if the request was answered before.
 
         Args:
-            function: The function, for error messages.
+            function: The function, or its name as a str; for error messages.
             outcome: A list with the result as its only item, which this method removes. So no stack frame of a caller
                 keeps the result alive.
         """
@@ -508,9 +508,10 @@ class Invocation(Scope):
     def _pack_result(
         self, function: Callable[..., Any] | str, result: Any, connection: ServerConnection
     ) -> tuple[bytes, list[memoryview]]:
-        """Pickles a result. Returns the frame of the reply and its buffers.
+        """Pickles a result. Returns the frame of the reply to be sent on `connection`, and its buffers (may be empty).
 
-        Raises `SerializationError` if the result cannot be pickled, or is larger than the caller accepts.
+        `function` is the function, or its name as a str; for error messages. Raises `SerializationError` if the result
+        cannot be pickled, or is larger than the caller accepts.
         """
         handles: Any = ()
         plain = dumps_plain_result(result) if result is not None else (b"", [])

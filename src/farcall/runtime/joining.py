@@ -134,7 +134,8 @@ class GroupEntry:
 
         The store may know a worker that is not a member here for two reasons. The first: the worker died while it
         joined. It is added, the heartbeats then find it lost, and its name becomes free. The second: this worker was
-        stopped when the other one joined. The other one can tell this worker that the group has expelled it.
+        stopped when the other one joined. The other one can then tell this worker that the group has expelled this
+        worker.
 
         Args:
             now: The current time of the monotonic clock.
@@ -168,9 +169,11 @@ class GroupEntry:
         """Called when a worker is not in the group any more: updates the store.
 
         In an open group, the store frees the name of the worker. If the worker hosted the store, another member hosts
-        it from now on. In a fixed group, does nothing if the worker has left. If it was lost and hosted the store,
-        every request to the store fails from now on. If another worker was lost while the group is not shutting down,
-        threads of this process that wait in the store for other workers get a `RendezvousError`.
+        it from now on.
+
+        In a fixed group, does nothing if the worker has left. If it was lost and hosted the store, every request to the
+        store fails from now on. If it was lost and did not host the store, threads of this process that wait in the
+        store for other workers get a `RendezvousError`, unless the group is shutting down.
 
         Args:
             number: The number of the worker.

@@ -65,10 +65,12 @@ class WorkerParts:
 
     @property
     def current_scope(self) -> Callable[[], Scope | ServingThread | None]:
-        """A function that returns the scope of the code that calls it, or the `ServingThread` that knows this scope.
+        """A function that returns the scope of the code that calls it.
 
-        A scope is a function that runs for another worker, or a block of `deadline` or `detached`. The returned value
-        is None outside of all scopes, and always if `honours_deadlines` is False.
+        A scope is a function that runs for another worker, or a block of `deadline` or `detached`. In a thread that
+        runs functions for other workers, a `ServingThread` may be returned instead. Its `find` returns the scope, or
+        None. In other threads, None is returned outside of all scopes. If `honours_deadlines` is False, the function
+        always returns None.
         """
         return current_scope.get if self.honours_deadlines else _no_scope
 

@@ -42,7 +42,7 @@ ONE_HOST: Final = frozenset({"unix", "memory"})
 
 
 class Peer:
-    """One worker of the group, and our connection to it, if there is one.
+    """One worker of the group, and the connection from this worker to it, if there is one.
 
     It has no connection at first. `connect` opens one.
 
@@ -50,9 +50,10 @@ class Peer:
         parts: The objects that the connections and calls of this worker share, such as its executor.
         member: The worker that the peer stands for.
         me: This worker.
-        group: The name of this run of the group. Both ends of a connection must have the same.
-        new_connection: Creates a connection, given this peer, a link with a completed handshake, and the most bytes
-            of a head and of a frame that the other end accepts.
+        group: The name of this run of the group. The other worker refuses a connection that names another run.
+        new_connection: Creates a connection. Its arguments are this peer, a link with a completed handshake, and a
+            tuple of two limits of the other end: the most bytes of a head (a frame without payload and buffers) and of
+            a whole frame.
         on_expelled: Called if the other worker says that the group has expelled this worker.
         is_over: Returns whether this worker is shut down or expelled, so that no connection is needed any more.
     """
@@ -169,7 +170,10 @@ class Peer:
             unsent.fail(error)
 
     def abandon(self, error: RpcError) -> None:
-        """Called in a forked child: fails the child's copies of what waits for the connection. Runs no callbacks."""
+        """Called in a forked child: fails the child's copies of the calls that wait for the connection, with `error`.
+
+        Runs no callbacks. The calls of the parent are not affected.
+        """
         self._unsent_lock = threading.RLock()  # another thread of the parent may have held it
         queue, self._unsent = self._unsent, deque()
         for unsent in queue:
@@ -259,11 +263,11 @@ class Peer:
     # Connecting
 
     def _open(self, deadline: float) -> tuple[Link, tuple[int, int]]:
-        """Tries the addresses of the worker in order.
+        """Tries the addresses of the worker in order, and performs the handshake.
 
-        Returns the first link that works, and the limits of the other end. The limits are the most bytes of a head and
-        of a frame; 0 for no limit. `deadline` is a time of the monotonic clock. Raises `WorkerLostError` if no address
-        works.
+        Returns the first link that works, and a tuple of two limits of the other end: the most bytes of a head (a frame
+        without payload and buffers) and of a whole frame; 0 for no limit. `deadline` is a time of the monotonic clock.
+        Raises `WorkerLostError` if no address works before `deadline`.
         """
         reasons = []
         somebody_answers = False
@@ -337,10 +341,10 @@ class Peer:
         return scheme == "tcp" and self._member.host == self._me.host and is_local(rest.rpartition(":")[0].strip("[]"))
 
     def _do_handshake(self, link: Link, deadline: float) -> tuple[int, int]:
-        """Performs the whole handshake on a new link.
+        """Performs the whole handshake on a new link, and returns two limits of the other end.
 
-        Returns the most bytes of a head and of a frame that the peer accepts. `deadline` is a time of the monotonic
-        clock.
+        The limits are the most bytes of a head (a frame without payload and buffers) and of a whole frame; 0 for no
+        limit. `deadline` is a time of the monotonic clock.
 
         Raises:
             ProtocolError: The other end does not know the secret, is another worker, or refuses the connection.
@@ -413,5 +417,8 @@ class _AnotherWorkerError(PeerRefusedError):
 
 
 def info_of(member: Member) -> WorkerInfo:
-    """Returns the `WorkerInfo` of a member. Its id is the rank; in an open group, where the rank is -1, the number."""
+    """Returns the `WorkerInfo` of a member: its name and id.
+
+    The id is the member's rank. In an open group the rank is -1, and the id is the member's number instead.
+    """
     return WorkerInfo(member.name, member.rank if member.rank >= 0 else member.number)

@@ -313,8 +313,9 @@ class ServerConnection:
         """Reads a request, and returns its invocation; None if the same request had arrived before.
 
         Notes in the reference store that this worker now holds the references in the request. `kind`, `flags` and
-        `call_id` are from the header of `frame`. `at` is the offset in `frame` after the callee. Raises
-        `ProtocolError` if the request cannot be read, or its head is too large.
+        `call_id` are from the header of `frame`. `callee` is the encoded function or method, and `at` is the offset in
+        `frame` after it. `buffers` are the buffers of the request. Raises `ProtocolError` if the request cannot be
+        read, or its head is too large.
         """
         store = self._parts.store
         value, annotations = None, None
@@ -446,10 +447,10 @@ class ServerConnection:
             self._reply_failed(error)
 
     def _collect(self, frame: bytes, buffers: list[memoryview] | None) -> bool:
-        """Gives a small reply to the poller, which sends several replies together. Returns True if it has accepted it.
+        """Gives a small reply to the poller, which sends several replies together.
 
-        Returns False if the reply is too large for that, has buffers, or the poller does not accept it. Then the caller
-        must send the reply.
+        Returns True if the poller has accepted the reply. Returns False if the reply has buffers or is too large, if
+        the link has no `append`, or if the poller refuses the reply. Then the caller must send it.
         """
         if buffers or not self._can_append or len(frame) > MAX_COLLECTED_BYTES:
             return False

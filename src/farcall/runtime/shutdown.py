@@ -49,10 +49,11 @@ class Occasion(NamedTuple):
 
     Attributes:
         prefix: The prefix of the workers' keys in the store. All workers use the same.
-        function: The function that waits, such as "shutdown()".
-        purpose: Completes "waited for the others ...", such as "to shut down".
-        giving_up: Completes "worker 'a' ... while calls were still under way", such as "shut down".
-        afterwards: What is the case after a failure, such as "everything is closed here now".
+        function: The name of the function that waits, such as "shutdown()".
+        purpose: Completes the error message "waited for the others ...", such as "to shut down".
+        giving_up: Completes the error message "worker 'a' ... while calls were still under way", such as "shut down".
+        afterwards: The end of an error message: the state of this worker after it, such as "everything is closed here
+            now".
     """
 
     prefix: str
@@ -115,8 +116,8 @@ def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float, 
 
     Raises:
         ShutdownError: The deadline has passed, another worker was lost, the store failed, or the group has declared
-            this worker lost. If another worker was lost, the error names it, and is raised when this worker is idle. At
-            the deadline an error is raised in any case.
+            this worker lost. If another worker was lost or the store failed, the error is raised as soon as no call is
+            running on this worker, at the latest at the deadline.
     """
     before = None
     number = 0
@@ -170,11 +171,15 @@ def wait_at_barrier(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occ
 
 
 def finish_what_has_begun(leaver: Leaver, deadline: float) -> None:
-    """Waits until this worker is idle, but not after the deadline. Raises nothing.
+    """Waits until this worker is idle. Raises nothing.
 
-    Idle means that no function runs here for others, and no reply or acknowledgement is expected. Used when another
-    worker was lost: functions that run here should end first. Returns also if the group declares this worker lost.
-    `leaver` is this worker. `deadline` is a time of the monotonic clock; `FOREVER` for no limit.
+    Idle means that no function runs here for others, and no reply or acknowledgement is expected. Used before a failed
+    shutdown closes this worker, so that functions that run here can end.
+
+    Args:
+        leaver: This worker.
+        deadline: When to return even if this worker is not idle, as a time of the monotonic clock; `FOREVER` for no
+            limit. Returns earlier if the group declares this worker lost.
     """
     with suppress(ShutdownError):
         wait_until_idle(leaver, deadline)
@@ -204,9 +209,9 @@ def _wait_until_idle(
 
     Args:
         leaver: This worker.
-        rendezvous: If given, the warning is logged only when all other workers wait for this one. They are known by
-            their keys in the store of this rendezvous. None for a warning in any case.
-        prefix: The prefix of these keys; not used without a rendezvous.
+        rendezvous: If given, the warning is logged only when all other workers wait for this one. Each worker that
+            waits has written a key into the store of this rendezvous. None for a warning in any case.
+        prefix: The prefix of these keys; not used if `rendezvous` is None.
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
         occasion: Why the workers wait, for messages.
 
@@ -333,10 +338,18 @@ def _sum_call_counts(
 def _write_call_count(leaver: Leaver, rendezvous: Rendezvous, key: str, deadline: float, occasion: Occasion) -> None:
     """Writes how many calls this worker has made into the store, under `key`.
 
-    If the store does not answer, tries again until `deadline`, a time of the monotonic clock: the host of the store may
-    be stopped for a while without being lost. A warning that this worker waits is logged once, with the function that
-    `occasion` names. Raises `RendezvousTimeoutError` if the store has not answered by the deadline, and
-    `RendezvousError` if the store fails.
+    If the store does not answer, logs one warning and tries again: the host of the store may be stopped for a while.
+
+    Args:
+        leaver: This worker.
+        rendezvous: The rendezvous of the group, whose store is used.
+        key: The key in the store.
+        deadline: Until when to try, as a time of the monotonic clock; `FOREVER` for no limit.
+        occasion: Names the function that waits, for the warning.
+
+    Raises:
+        RendezvousTimeoutError: The store has not answered, about a second after the deadline at the latest.
+        RendezvousError: The store failed.
     """
     value = str(leaver.calls_started()).encode()
     has_logged = False

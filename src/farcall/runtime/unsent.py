@@ -180,10 +180,10 @@ class UnsentCall(Future[Any]):
             self._end()
 
     def cancel_alone(self) -> bool:
-        """Cancels the call and returns True. This future then fails with `CallCancelledError`.
+        """Cancels this one call and returns True. This future then fails with `CallCancelledError`.
 
-        A call that was sent is cancelled at the callee too. Otherwise the call is never sent. Returns False, and does
-        nothing, if this future is done.
+        A call that was sent is cancelled at the callee too. A call that was not sent is never sent. Returns False, and
+        does nothing, if this future is done.
         """
         name = callable_name(self.function)
         error = CallCancelledError(f"the call of `{name}` on worker {self._worker!r} was cancelled")
@@ -215,8 +215,9 @@ class UnsentCall(Future[Any]):
 class UnsentKeep:
     """A call made by `remote` that is sent as soon as there is a connection.
 
-    The outbox sends calls again whose connection is lost. Until the call is sent, this object is its connection
-    (`unacked.via`). So the outbox does not send the call before connecting has failed.
+    The outbox is the part of this worker that sends a call again if its connection was lost. Until the call is sent,
+    this object takes the place of the connection, in `unacked.via`. `is_lost` returns False until connecting has
+    failed. So the outbox does not send the call before that.
 
     Args:
         fit: Called with the connection before the call is sent. If the frame is too large for the other end, `fit`
@@ -252,7 +253,8 @@ class UnsentKeep:
     def fail(self, error: RpcError) -> None:
         """Called if connecting has failed: leaves the call to the outbox. `error` is ignored.
 
-        The outbox sends the call later. If the owner is declared lost before, the reference of the result fails.
+        The outbox sends the call later. If the owner is declared lost before it gets the call, the reference of the
+        result fails.
         """
         self._has_failed = True
         self._resend()

@@ -41,7 +41,7 @@ class CommonBuffers(list[memoryview]):
     """The buffers of a frame that is sent on several links. Each link gets its own list, and empties it.
 
     Args:
-        broadcast: The object that has the buffers, and the shared segment that all these links use.
+        broadcast: Has the buffers. It also has the shared segment into which they are copied once for all links.
     """
 
     def __init__(self, broadcast: Broadcast) -> None:
@@ -148,8 +148,9 @@ class Link(Protocol):
     def network(self) -> str:
         """Text that names the network namespace of this end, for an unencrypted link on loopback.
 
-        Two ends with the same text, if it is not empty, are in one network namespace. Empty for other links, and at the
-        accepting end if its worker has no certificates. Valid only after the first frame was received.
+        Two ends with the same text are in one network namespace. Empty text says nothing: links of other kinds have
+        it, and so has the accepting end if its worker has no certificates. Valid only after the first frame was
+        received.
         """
 
     @property
@@ -247,10 +248,10 @@ class Link(Protocol):
         """
 
     def unsent_bytes(self) -> int:
-        """Returns the number of bytes that wait in this process to be sent; 0 if `close` would lose none.
+        """Returns the number of bytes that wait in this process to be sent. If it is 0, `close` loses nothing.
 
-        The result is at least 1 while the other end has yet to open a shared segment, because `close` removes that
-        segment.
+        The result is also at least 1 while the other end has not yet opened a shared segment that it was sent. `close`
+        removes that segment.
         """
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
@@ -280,9 +281,10 @@ class Link(Protocol):
         """
 
     def prepare_fork(self) -> None:
-        """Must be called before this process forks. Keeps the received buffers of the child unchanged.
+        """Must be called before this process forks, so that received buffers do not change in the child.
 
-        A forked child inherits buffers in shared memory. From now on neither end reuses that memory for other frames.
+        The child inherits buffers that are in shared memory. From now on neither end reuses that memory for other
+        frames.
         """
 
     def close(self) -> None:

@@ -370,7 +370,8 @@ class Poller:
     def _begin_run(self, has_more: bool) -> None:
         """Makes frames that arrive through sockets wake the standby thread.
 
-        If `has_more`, also begins to collect the replies of this thread, to send them together. Otherwise ends that.
+        If `has_more`, the replies of the calling thread are collected from now on, to send them together. Otherwise
+        replies are not collected any more.
         """
         self._has_run = True
         if not self._is_armed:
@@ -432,7 +433,7 @@ class Poller:
         self._standby_epoll.modify(self._streams.fileno(), events)
 
     def stand_by(self) -> None:
-        """Sleeps until there is work that the leader may not do soon, or `wake_standby` is called.
+        """Sleeps until `wake_standby` is called, or there is work that the leader is perhaps too busy to do.
 
         Such work is a frame that arrives while the leader runs a function, a hang-up, or a new connection. Only for the
         standby thread. Returns after `MAX_SLEEP_S` seconds at the latest, and may return earlier without work.
@@ -526,7 +527,10 @@ class _PlainWaiter:
         self._epoll.register(leader_event, select.EPOLLIN | select.EPOLLET)
 
     def watch(self, pairs: tuple[Any, ...]) -> None:
-        """Takes the rings to wait for, which must be none. Raises `TypeError` otherwise: rings need the C extension."""
+        """Does nothing if `pairs`, the rings to wait for, is empty. Otherwise raises `TypeError`.
+
+        Only the class `Waiter` of the C extension can wait for rings.
+        """
         if pairs:
             raise TypeError("rings need the C extension")
 

@@ -66,7 +66,8 @@ def not_tls(beginning: bytes) -> ProtocolError:
     """Returns the error to raise for a connection whose first bytes are not TLS.
 
     Args:
-        beginning: The first bytes that were received. Empty counts as a worker that does not encrypt.
+        beginning: The first bytes that were received. If there are none, the other end is taken for a worker that does
+            not encrypt.
 
     Returns:
         An `EncryptionError` if `beginning` is from a worker that does not encrypt; otherwise another `ProtocolError`.
