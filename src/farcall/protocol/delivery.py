@@ -26,7 +26,10 @@ M = TypeVar("M")
 
 
 class Link(Generic[M]):
-    """The messages to and from one peer, as `Delivery` counts them. It is not a connection."""
+    """What `Delivery` knows of one peer: which messages were sent to it, and which have arrived from it.
+
+    This is no connection, and sends nothing. A new object has no messages.
+    """
 
     __slots__ = ("last", "received", "unacknowledged")
 
@@ -87,7 +90,9 @@ class Delivery(Generic[M]):
         return self.links[peer].last + 1
 
     def send(self, peer: Worker, message: M) -> int:
-        """Keeps a message for a peer until it is acknowledged. The caller sends it with the number that is returned.
+        """Assigns the next number to `message`, and keeps it until `peer` has acknowledged it. Does not send it.
+
+        The caller must send the message together with the number.
 
         Returns:
             The number of the message: 1 for the first message to this peer, then 2, and so on.
@@ -134,14 +139,14 @@ class Delivery(Generic[M]):
 
         Args:
             peer: The peer that acknowledges.
-            upto: The number of the last acknowledged message.
+            upto: The number of the last acknowledged message; 0 if none is acknowledged.
 
         Returns:
             The messages that were acknowledged for the first time, in the order of their numbers. An empty list if
             there are none, or if the peer is lost or unknown.
 
         Raises:
-            ProtocolError: No message with the number `upto` was sent yet. Nothing is changed.
+            ProtocolError: `upto` is higher than the number of the last message sent. Nothing is changed.
         """
         return [self.links[peer].unacknowledged.pop(number) for number in self.kept_upto(peer, upto)]
 
@@ -151,7 +156,7 @@ class Delivery(Generic[M]):
         The numbers are ascending. Returns an empty list if there are none, or if the peer is lost or unknown.
 
         Raises:
-            ProtocolError: No message with the number `upto` was sent yet.
+            ProtocolError: `upto` is higher than the number of the last message sent.
         """
         link = self.links.get(peer)
         if link is None:
@@ -193,7 +198,7 @@ class Delivery(Generic[M]):
         return link is not None and bool(link.unacknowledged)
 
     def sent(self) -> int:
-        """Returns how many messages `send` has numbered, for all peers together that are not lost.
+        """Returns how many messages `send` has numbered: the sum for all peers that are not lost.
 
         A message that is sent again keeps its number, so it counts once. Returns 0 if there are no peers.
         """

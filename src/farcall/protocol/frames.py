@@ -178,7 +178,8 @@ def pack_full_reply(
         payload: The pickled result, or the encoded failure; may be empty.
         references: The result of `pack_references`; empty for none.
         annotations: The result of `pack_annotations`; empty for none.
-        is_kept: True if the reply only says that the owner of a reference has the result.
+        is_kept: True to say that the callee has the result of a KEEP, and sends it on request. False if `payload` is
+            the result or the failure.
     """
     flags = (HAS_REFERENCES if references else 0) | (HAS_ANNOTATIONS if annotations else 0) | (IS_KEPT * is_kept)
     return b"".join((_pack(kind, flags, 0, 0, call_id), references, annotations, payload))
@@ -195,14 +196,18 @@ def pack_message(kind: int, payload: bytes) -> bytes:
 
 
 def pack_cancel(call_id: int) -> bytes:
-    """Returns a CANCEL frame for the call with that id."""
+    """Returns a CANCEL frame, by which a caller tells the callee that it does not want the result of a call any more.
+
+    `call_id` is the id of the call. Raises `struct.error` if it does not fit into its field.
+    """
     return _pack(CANCEL, 0, 0, 0, call_id)
 
 
 def pack_cancelled(call_id: int, has_started: bool) -> bytes:
-    """Returns the reply to a call that was cancelled or has timed out: a FAILURE with the flag IS_CANCELLED.
+    """Returns the callee's reply to a call that was cancelled or has timed out: a FAILURE with the flag IS_CANCELLED.
 
-    `has_started` says whether the function had begun to run.
+    `call_id` is the id of the call. Raises `struct.error` if it does not fit into its field. `has_started` says whether
+    the function had begun to run.
     """
     return _pack(FAILURE, IS_CANCELLED | (HAS_STARTED * has_started), 0, 0, call_id)
 
@@ -210,8 +215,9 @@ def pack_cancelled(call_id: int, has_started: bool) -> bytes:
 def pack_again(frame: bytes, seconds: float) -> bytes:
     """Returns a copy of a KEEP frame with the call id 0, to be sent again on a new connection.
 
-    A KEEP is a call whose result stays at the callee. On the new connection, another call may have the old id. That
-    `frame` is a KEEP is not checked. `seconds` is the time that is left for the call; 0 for no limit.
+    A KEEP is a call whose result stays at the callee. The copy does not have the old call id, because another call on
+    the new connection may have the same id. `seconds` is the time that is left for the call; 0 for no limit. It is not
+    checked that `frame` is a KEEP.
     """
     return frame[:4] + _AGAIN.pack(milliseconds_left(seconds), 0) + frame[HEADER_SIZE:]
 

@@ -69,15 +69,17 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
         name: The name of the connecting worker.
         rank: The rank of the connecting worker; -1 if it has none.
         wanted: The name of the worker that the listening end should be; empty for a store.
-        number: The number of the connecting worker. With `host` and `addresses`, it lets a listening end that does not
-            know this worker yet add it to the group.
-        host: The kernel and network namespace of the connecting worker, from `network_identity`.
-        addresses: Where the connecting worker listens.
-        wanted_number: The number of the wanted worker. After a restart, the worker of that name has another number.
-        dialed: The address that the connecting end has connected to; empty for a store that is not on loopback.
-        nonce: Random bytes that were never used before.
-        limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the connecting
-            end accepts; 0 if it does not say.
+        number: The number of the connecting worker; 0 if the listening end is a store. In a group that new workers may
+            join, a listening worker adds an unknown worker to the group, with its `number`, `host` and `addresses`.
+        host: The kernel and network namespace of the connecting worker, from `network_identity`; empty for a store.
+        addresses: Where the connecting worker listens; empty for a store.
+        wanted_number: The number of the wanted worker; 0 for a store. A worker gets a new number when it is restarted.
+            A worker with another number refuses the connection.
+        dialed: The address that the connecting end has connected to. It is empty if the listening end is a store with
+            an address other than loopback.
+        nonce: Random bytes that were never used before, so that an old proof cannot be used again.
+        limits: Two limits of the connecting end, in bytes. The first is for a head (a frame without payload and
+            buffers), the second for a whole frame. It accepts no larger ones; 0 if it does not say.
         network: The kernel and the network namespace of the connecting end, if the connection is unencrypted and over
             loopback; else empty. Each namespace has its own loopback. If the listening end is in another namespace, the
             connection is relayed.
@@ -109,6 +111,8 @@ class Challenge(msgspec.Struct, tag="challenge", frozen=True):
 class Proof(msgspec.Struct, tag="proof", frozen=True):
     """Shows that its sender knows the secret, without revealing it.
 
+    The connecting end sends it after `Challenge`. If it is right, the listening end answers with a proof of its own.
+
     `mac` is a message authentication code over the earlier messages of the handshake, made with the secret.
     """
 
@@ -121,9 +125,9 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     Attributes:
         name: The name of the listening worker or store.
         rank: The rank of the listening end; -1 if it has none.
-        number: The number of the listening worker.
-        limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the listening
-            end accepts; 0 if it does not say.
+        number: The number of the listening worker; 0 for a store.
+        limits: Two limits of the listening end, in bytes. The first is for a head (a frame without payload and
+            buffers), the second for a whole frame. It accepts no larger ones; 0 if it does not say.
     """
 
     name: Name
@@ -137,10 +141,10 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
     Attributes:
         reason: Why, as text for an error message.
-        gone: Whether the connecting worker has left the group, or the group has declared it lost.
-        stranger: Whether the connecting end does not know the secret.
-        encrypt: Whether the connecting end should connect again with TLS, because the two ends are in different network
-            namespaces. No proof is needed for that: a false request only makes the connection safer.
+        gone: True if the reason is that the connecting worker has left the group or was declared lost.
+        stranger: True if the reason is that the connecting end does not know the secret.
+        encrypt: True if the connecting end should connect again with TLS, because the two ends are in different network
+            namespaces. The connecting end may believe this without a proof: TLS only makes the connection safer.
     """
 
     reason: str
@@ -177,10 +181,10 @@ def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_
     """Checks a preamble: magic number, version, purpose and length. Returns the length of the message after it.
 
     Args:
-        preamble: The first `PREAMBLE_SIZE` bytes that were received, not fewer.
+        preamble: The first bytes that were received, exactly `PREAMBLE_SIZE`.
         purpose: What the connection should be for.
         other: What error messages call the other end.
-        limit: The most bytes that the message may have.
+        limit: The most bytes that the message may have; 64 KiB by default.
 
     Returns:
         The length in bytes, as the other end has announced it. It may be 0, although no valid message is empty.

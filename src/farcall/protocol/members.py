@@ -48,9 +48,9 @@ class Learned(NamedTuple):
         return bool(self.joined or self.left or self.lost)
 
     def news(self) -> News:
-        """Returns this as news for other workers. A member that joined and is gone already is named as gone only.
+        """Returns this as news for other workers; empty news if nothing was learned.
 
-        Returns empty news if nothing was learned.
+        A worker that is in both `joined` and `removed` is not among the members of the news.
         """
         if not self.removed:
             return News(tuple(self.joined), tuple(self.left), tuple(self.lost))
@@ -62,7 +62,8 @@ class Learned(NamedTuple):
 class Members:
     """One worker's view of its group: which workers are members, and which are gone, by leaving or by loss.
 
-    The members form a ring, in the order of a hash of their numbers. Each worker watches those after it.
+    The members form a ring, in the order of a hash of their numbers. Each worker watches
+    some of those that follow it.
     """
 
     def __init__(self) -> None:
@@ -97,13 +98,14 @@ class Members:
     def learn(self, news: News) -> Learned:
         """Adds news to this view. News that is known or empty changes nothing.
 
-        Of two workers with one name, the one with the lower number is lost.
+        If two workers have the same name, the view marks the one with the lower number as lost.
 
         Returns:
             The part of the news that was new; falsy if nothing was.
 
         Raises:
-            ProtocolError: A range of the news is not a range of workers' numbers. Ranges before it may be added.
+            ProtocolError: A range of the news begins below 0, or ends above `LARGEST`. The ranges
+                before that one may have been added already.
         """
         learned = Learned([], [], [], [])
         for first, last in news.left:
@@ -117,7 +119,7 @@ class Members:
     def _add(self, member: Member, learned: Learned) -> None:
         """Adds a member to the view and to `learned`. Does nothing if its number is known, as a member or as gone.
 
-        Of two members with one name, the one with the lower number is lost.
+        If another member has the same name, the one with the lower number is marked as lost.
         """
         number = member.number
         if number in self.here or number in self.gone:
@@ -223,10 +225,10 @@ class Members:
         return News(tuple(members), self._leavers_among(gone), tuple(gone))
 
     def _leavers_among(self, ranges: list[Range]) -> tuple[Range, ...]:
-        """Returns which workers of these ranges are remembered as having left, as ranges; an empty tuple for none.
+        """Returns the part of `ranges` that is remembered as having left, as ranges; an empty tuple if there is none.
 
-        A `News` may have the same workers in `lost` too. Then `left` decides, because `learn` processes `left` before
-        `lost`.
+        The callers put this part into `left` of a `News`, and all of `ranges` into `lost`. A worker in both counts as
+        having left, because `learn` processes `left` first.
         """
         if not ranges or not self._left:
             return ()

@@ -188,8 +188,8 @@ class Membership:
         """Does what is due at a time: pings neighbours, asks others about silent ones, and declares workers lost.
 
         Args:
-            now: The current time of the monotonic clock. Best called at the time that `next_tick` returned; earlier or
-                later calls are allowed. After a late call nobody is declared lost, because answers may be unread.
+            now: The current time of the monotonic clock. It should be the time that `next_tick` returned, but may be
+                earlier or later. If it is much later, nobody is declared lost now, because answers may be unread.
 
         Returns:
             The messages to send, and `MemberLost` for each worker that is lost now. An empty list if nothing is due, or
@@ -214,13 +214,17 @@ class Membership:
         return effects
 
     def next_tick(self) -> float:
-        """Returns when to call `ticked` next, as a time of the monotonic clock. Must be called after each `ticked`."""
+        """Returns when to call `ticked` next, as a time of the monotonic clock.
+
+        The caller must call this after each `ticked`. A `ticked` well after the returned time counts as late.
+        """
         return self.watching.next_tick()
 
     def _ask_others(self, silent: list[Worker]) -> list[Effect]:
-        """Returns `Probe` messages about silent workers, to all members that were heard lately and some others.
+        """Returns `Probe` messages, which ask other members whether the workers in `silent` are alive.
 
-        Returns an empty list if `silent` is empty, or there is nobody to ask.
+        Asks all members that were heard lately, and at most `STRANGERS` random others. Returns an empty list if
+        `silent` is empty, or there is nobody to ask.
         """
         if not silent:
             return []
@@ -312,10 +316,10 @@ class Membership:
         return [SendMessage(sender, Ack(self.members.digest))]
 
     def _answered(self, sender: Worker, ack: Ack) -> list[Effect]:
-        """Processes the answer to a heartbeat.
+        """Processes `ack`, the answer of `sender` to a heartbeat.
 
-        Returns a message that starts a comparison if the views differ and no comparison was made lately; else an empty
-        list.
+        If the sender's view differs from this worker's view, returns a `Compare` to the sender: a summary of this
+        worker's view. Returns an empty list if the views are equal, or if this worker has sent a `Compare` lately.
         """
         if ack.digest == self.members.digest:
             return []
@@ -340,9 +344,10 @@ class Membership:
         return self._learn(news, (sender,))
 
     def _compare(self, sender: Worker, theirs: Compare) -> list[Effect]:
-        """Returns the news that the sender's view lacks, and a request for what this view lacks.
+        """Compares this worker's view with `theirs`, a summary of the sender's view.
 
-        Returns an empty list for equal views.
+        Returns messages to the sender: the news that the sender lacks, and a request for the news that this worker
+        lacks. Returns an empty list if the views are equal.
         """
         effects: list[Effect] = []
         news, wanted = self.members.difference(theirs)
@@ -361,10 +366,11 @@ class Membership:
         return [SendMessage(sender, news)] if news != News() else []
 
     def _probe(self, sender: Worker, probe: Probe) -> list[Effect]:
-        """Pings the members that the sender asks about, and remembers that it has asked.
+        """Answers a worker that asks whether the workers in `probe.targets` are alive.
 
-        Returns the pings, and news for the sender about those that are gone. The sender gets an `Alive` when one of
-        them answers (`_tell_askers`), and an `Ack` if it asks about this worker. Unknown workers are ignored.
+        Returns a `Ping` to each target that is another member. When such a target answers later, `_tell_askers` tells
+        the sender. For targets that are gone, also returns news to the sender. If this worker is a target, also returns
+        an `Ack` to the sender. Ignores unknown targets, so the list may be empty.
         """
         targets = dict.fromkeys(probe.targets)
         # Those that are not here are unknown, or gone; the latter the sender should know.
@@ -400,8 +406,8 @@ class Membership:
     def _learn(self, news: News, without: tuple[Worker, ...]) -> list[Effect]:
         """Adds news to the view. Returns the changes of the group, and messages that spread what was new.
 
-        The messages are not sent to the workers in `without`. Returns an empty list if nothing was new, and only
-        `Expelled` if a newer worker has this worker's name.
+        Workers in `without` get no message. If `MUCH` or more workers have joined, nobody gets one. Returns an empty
+        list if nothing was new. Returns only `Expelled` if a newer worker has this worker's name.
         """
         learned = self.members.learn(news)
         if not learned:
@@ -420,7 +426,7 @@ class Membership:
         return effects
 
     def _told(self, learned: Learned) -> list[Effect]:
-        """Returns `MemberLeft`, `MemberLost` and `MemberJoined` for what was learned; an empty list if nothing was.
+        """Returns `MemberLeft`, `MemberLost` and `MemberJoined` for what was learned. The list may be empty.
 
         Workers that are gone come first, because a new member may have the same name.
         """
@@ -432,16 +438,18 @@ class Membership:
         return effects + [MemberJoined(member) for member in joined.values()]
 
     def _spread(self, news: News, without: tuple[Worker, ...]) -> list[Effect]:
-        """Returns messages with the news to the next member on the ring and to random members.
+        """Returns messages with `news` to the next member on the ring and to random members.
 
-        Workers in `without` get none. Returns an empty list if there is nobody to send to.
+        The ring is the fixed circular order of all workers. Workers in `without` get no message. Returns an
+        empty list if there is nobody to send to.
         """
         return [SendMessage(target, news) for target in self._targets(without)]
 
     def _targets(self, without: tuple[Worker, ...]) -> list[Worker]:
-        """Returns the members to send news to: the next one on the ring, and random ones.
+        """Returns the members to send news to: the next one on the ring, and at most `CHANCE_TARGETS` random ones.
 
-        Leaves out this worker, those in `without`, and watched workers that do not answer. May be an empty list.
+        The ring is the fixed circular order of all workers. Leaves out this worker, those in `without`, and watched
+        workers that do not answer. May be an empty list.
         """
         # Not to those that may be dead: of many that are lost together, the first news is of a few.
         without = (self.me.number, *without, *self.watching.quiet())
@@ -450,7 +458,11 @@ class Membership:
         return targets + self.members.sample(CHANCE_TARGETS, self._pick, (*without, *targets))
 
     def _follow(self) -> None:
-        """Watches the current successors of this worker on the ring from now on, and no others."""
+        """Chooses the members that get heartbeats from now on: the next `watching.span` members on the ring.
+
+        The ring is the fixed circular order of all workers. If there are fewer other members, all of them get
+        heartbeats. If there are none, nobody does.
+        """
         self.watching.follow(self.members.successors(self.me.number, self.watching.span))
 
     def _is_about_me(self, message: Message) -> bool:

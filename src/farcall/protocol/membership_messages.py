@@ -43,9 +43,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A heartbeat. The receiver answers with `Ack`.
+    """A heartbeat, which a member sends to another member. The receiver answers with `Ack`.
 
-    `digest` is a number of the sender's view of the group. Equal views have equal digests.
+    `digest` is a checksum of the sender's view of the group. Equal views have equal digests.
     """
 
     digest: Digest
@@ -54,7 +54,7 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The answer to `Ping`.
 
-    `digest` is a number of the view of the worker that answers. Equal views have equal digests.
+    `digest` is a checksum of the answering worker's view of the group. Equal views have equal digests.
     """
 
     digest: Digest
@@ -63,7 +63,8 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class News(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Says which workers are members, which have left and which were lost.
 
-    A worker that is named both as a member and as gone is gone.
+    A worker sends it to other workers when it learns something new, and as the answer to `Compare` and `Wanted`. A
+    worker that is both in `members` and in `left` or `lost` is not a member any more.
 
     Attributes:
         members: The members.
@@ -80,8 +81,9 @@ class News(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class Compare(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Says which numbers are in the sender's view of the group.
 
-    The receiver answers with a `News` for what only its own view has, and with a `Wanted` for what only the sender's
-    has. It does not answer if the views are equal.
+    A worker sends it to a worker whose `Ack` had a digest other than its own. A worker that joins sends it to one
+    member. The receiver answers with a `News`, if the sender's view lacks something, and with a `Wanted`, if its own
+    view lacks something. If the views are equal, it sends nothing.
 
     Attributes:
         here: The numbers of the members, as pairs of first and last number.
@@ -181,7 +183,7 @@ def _ranges_in(message: Message) -> _Ranges:
 
 
 class Started(NamedTuple):
-    """This worker has its number and knows some members.
+    """An event for `Membership`: this worker has its number and knows some members.
 
     Attributes:
         members: The members that it knows.
@@ -193,7 +195,7 @@ class Started(NamedTuple):
 
 
 class MessageReceived(NamedTuple):
-    """A message of another worker has arrived, perhaps not for the first time.
+    """An event for `Membership`: a message of another worker has arrived, perhaps not for the first time.
 
     Attributes:
         sender: The number of that worker.
@@ -205,19 +207,25 @@ class MessageReceived(NamedTuple):
 
 
 class Ticked(NamedTuple):
-    """The time that `Membership.next_tick` returned has come. `now` is the current time of the monotonic clock."""
+    """An event for `Membership`: the time that its `next_tick` returned has come.
+
+    `now` is the current time of the monotonic clock.
+    """
 
     now: float
 
 
 class PeerHeard(NamedTuple):
-    """Something other than a membership message, such as a call, has arrived from the worker number `worker`."""
+    """An event for `Membership`: something that is not a membership message, such as a call, has arrived.
+
+    `worker` is the number of the worker that sent it.
+    """
 
     worker: Worker
 
 
 class PeerUnreachable(NamedTuple):
-    """The process of the worker with the number `worker` has ended.
+    """An event for `Membership`: the process of the worker with the number `worker` has ended.
 
     Its connection is closed, and its address refuses new ones.
     """
@@ -226,7 +234,7 @@ class PeerUnreachable(NamedTuple):
 
 
 class LeaveWanted(NamedTuple):
-    """The program wants this worker to leave the group."""
+    """An event for `Membership`: the program wants this worker to leave the group."""
 
 
 Event: TypeAlias = Started | MessageReceived | Ticked | PeerHeard | PeerUnreachable | LeaveWanted
@@ -236,10 +244,11 @@ Event: TypeAlias = Started | MessageReceived | Ticked | PeerHeard | PeerUnreacha
 
 
 class SendMessage(NamedTuple):
-    """Send this message if that is possible without waiting. It may be lost.
+    """An effect that `Membership` returns: its caller must send `message` to the worker number `to`.
 
-    `to` is a member, or the sender of the message that has just arrived. Such a sender may have no known address: then
-    the answer is sent on the connection on which the message arrived.
+    The caller drops the message if it cannot be sent without waiting. `to` is a member, or the sender of the message
+    that has just arrived. If no address of that sender is known, the message is sent on the connection on which the
+    sender's message arrived.
     """
 
     to: Worker
@@ -247,19 +256,25 @@ class SendMessage(NamedTuple):
 
 
 class MemberJoined(NamedTuple):
-    """Another worker, `member`, has joined the group. Returned once for each number, before other effects about it."""
+    """An effect of `Membership`: another worker, `member`, has joined the group.
+
+    It comes once for each number, before all other effects about that number.
+    """
 
     member: Member
 
 
 class MemberLeft(NamedTuple):
-    """`member` has left the group. No effect about its number follows."""
+    """An effect of `Membership`: `member` has left the group. No effect about its number follows."""
 
     member: Member
 
 
 class MemberLost(NamedTuple):
-    """`member` was lost: it died or was silent for too long. No effect about its number follows."""
+    """An effect of `Membership`: `member` was lost. It died or was silent for too long.
+
+    No effect about its number follows.
+    """
 
     member: Member
 
@@ -267,7 +282,7 @@ class MemberLost(NamedTuple):
 class Expelled(NamedTuple):
     """The group has declared this worker lost, or another worker has its name now. This worker must end its work.
 
-    Returned once. From then on this worker sends nothing about the group, and its view does not change.
+    `Membership` returns this effect once. From then on it returns no messages, and its view does not change.
     """
 
 

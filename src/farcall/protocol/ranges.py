@@ -27,7 +27,10 @@ _64_BITS: Final = 2**64 - 1
 
 @lru_cache(maxsize=8192)
 def mixed(number: int) -> int:
-    """Returns a 64-bit hash of a number, which spreads numbers that are close to each other."""
+    """Returns a 64-bit hash of `number`. Numbers that are close to each other get very different hashes.
+
+    Any integer is allowed. Only its lowest 64 bits count.
+    """
     number = (number + 1) * 0x9E3779B97F4A7C15 & _64_BITS
     number = (number ^ (number >> 29)) * 0xD6E8FEB86659FD93 & _64_BITS
     number = (number ^ (number >> 32)) * 0xD6E8FEB86659FD93 & _64_BITS
@@ -113,12 +116,19 @@ class Ranges:
 
 
 def _digest(first: int, last: int) -> int:
-    """Returns what the range from `first` to `last` contributes to the digest of a set: 64 bits."""
+    """Returns a 64-bit hash of the range from `first` to `last`.
+
+    The digest of a set is the sum of the hashes of its ranges, modulo 2**64.
+    """
     return mixed(first << 32 | last)
 
 
 def ranges_of(numbers: Iterable[int]) -> tuple[Range, ...]:
-    """Returns numbers, in any order, as sorted ranges that do not touch; an empty tuple if there are none."""
+    """Returns the fewest ranges that have exactly these numbers, sorted; an empty tuple if there are no numbers.
+
+    A range is a pair of first and last number, both included. The numbers may come in any order and more than once.
+    They are not checked.
+    """
     found: list[Range] = []
     for number in sorted(numbers):
         if found and number <= found[-1][1] + 1:

@@ -91,8 +91,8 @@ class OwnedEntry:
     A new entry has no handles and no forks.
 
     Args:
-        created: Whether the request that creates the reference has arrived. False if only a worker that was given the
-            reference has named it so far.
+        created: Whether the reference was created. False if another worker has used the reference before its creator's
+            request arrived.
     """
 
     __slots__ = ("created", "forks", "handles", "refused")
@@ -128,14 +128,14 @@ CONFIRMED: Final = ForkState.CONFIRMED
 class UserFork:
     """A fork that this worker holds: its copy of a reference whose value lives on another worker.
 
-    At first the fork was neither dropped by the program nor passed on to other workers.
+    A new object says that the program has not dropped the fork, and has not passed it on to other workers.
 
     Args:
         reference: The reference of which this is a fork.
         state: Whether the owner counts the fork.
-        parent: The worker that passed the reference to this one, and keeps its own fork until this worker sends it
-            `ChildAccepted`. None if no worker waits for that: this worker created the reference, its owner passed it,
-            the worker that passed it is gone, or it was told already.
+        parent: The worker that passed the reference to this one. It keeps its own fork until this worker sends it
+            `ChildAccepted`. None if no worker waits for `ChildAccepted`: this worker created the reference, the owner
+            passed it, the worker that passed it is gone, or `ChildAccepted` was sent already.
     """
 
     __slots__ = ("children", "dropped", "parent", "reference", "state")
@@ -268,16 +268,16 @@ class ReferenceCounts:
     def may_still_be_created(self, reference: RRefId, claimant: Worker = NO_CLAIMANT) -> bool:
         """Returns whether a reference of this owner does not exist yet, but can still be created.
 
-        If so, the reference is noted. This is for a message that uses a reference and arrives before the creator's
-        request. A noted reference is refused later if the creator creates it with another token, or is lost.
+        To be called for a message that uses a reference and arrives before the creator's request.
 
         Args:
             reference: The reference.
             claimant: The worker that uses the reference; `NO_CLAIMANT` if that is not known.
 
         Returns:
-            False if the reference exists, was released or refused, if its creator is not in the group, or if `claimant`
-            has named `MAX_CLAIMS` references that do not exist yet.
+            True if the reference can still be created. Then it is remembered, so that it is refused later if its
+            creator creates it with another token. False if the reference exists, was released or refused, if its
+            creator is not in the group, or if `claimant` has named `MAX_CLAIMS` references that do not exist yet.
         """
         owned = self.owned.get(reference)
         if owned is not None:
@@ -313,11 +313,11 @@ class ReferenceCounts:
             lost: The worker.
 
         Returns:
-            `ReleaseValue` for each value that only `lost` held. `ForkRefused` and `RefuseHandle` for each reference
-            that was used here and that `lost` should have created. `OrphanHandle` for each held fork of a value of
-            `lost`. `ForkRequest` for each fork that `lost` passed to this worker, if the owner was not asked to count
-            it before. `UserDeleted` or `ChildAccepted` for each dropped fork that only waited for `lost`. An empty list
-            if nothing depends on `lost`.
+            `ReleaseValue` for each value of this worker that only `lost` held. `ForkRefused` and `RefuseHandle` for
+            each reference of this worker that has handles or forks, but that `lost` has not created yet. `OrphanHandle`
+            for each fork held here of a value of `lost`. `ForkRequest` for each fork that `lost` passed to this worker,
+            unless the owner was asked already to count that fork. `UserDeleted` or `ChildAccepted` for each dropped
+            fork that only waited for `lost`. An empty list if nothing depends on `lost`.
 
         Raises:
             ProtocolError: The worker is not in the group, or is this worker. Nothing is changed.
@@ -373,8 +373,8 @@ class ReferenceCounts:
             reference: The id, from `new_reference`.
 
         Returns:
-            `RefuseHandle` and similar effects for references with the same number and another token, if other workers
-            have named such before; nearly always an empty list.
+            Nearly always an empty list. If other workers have used the number of the reference with another token
+            before: `ForkRefused` to the holders of such forks, `RefuseHandle`, and perhaps `ReleaseValue`.
 
         Raises:
             ProtocolError: This worker is not both owner and creator of the reference, or the reference was created
@@ -405,8 +405,8 @@ class ReferenceCounts:
             fork: The fork that `create_remote` returned.
 
         Returns:
-            `ConfirmHandle`. If the handle was dropped meanwhile: `UserDeleted` to the owner instead. If it was dropped,
-            and was passed to workers whose forks the owner does not count yet: an empty list.
+            `ConfirmHandle` if the program still has the handle. If it has dropped the handle: `UserDeleted` to the
+            owner. But an empty list while there is a fork made from this one that the owner does not count yet.
 
         Raises:
             ProtocolError: This worker has not asked to create this reference with this fork, or the fork was confirmed
@@ -487,10 +487,11 @@ class ReferenceCounts:
             sender: The worker that sent the message.
 
         Returns:
-            If this worker owns the reference: `RefuseHandle` if there is no value, and `ChildAccepted` to the sender,
-            unless the sender is this worker or is gone. If the sender owns the reference: `ConfirmHandle`. If the owner
-            is not in the group any more: `OrphanHandle`. Otherwise, if the sender is gone: `ForkRequest` to the owner.
-            In all other cases an empty list: the owner is not asked yet to count the fork.
+            If this worker owns the reference: first `RefuseHandle`, if the reference has no value and never will have
+            one; then `ChildAccepted` to the sender, if the sender is another worker of the group. If the owner is not
+            in the group any more: `OrphanHandle`. If the sender owns the reference: `ConfirmHandle`. Otherwise, if the
+            sender is gone: `ForkRequest` to the owner. In all other cases an empty list: the owner is not asked yet to
+            count the fork.
 
         Raises:
             ProtocolError: The sender did not make that fork, or this worker holds it already. Nothing is changed.
@@ -515,8 +516,8 @@ class ReferenceCounts:
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
         """Adds a handle of a reference that this worker owns. `fork` is the fork that `sender` made for it.
 
-        Returns `RefuseHandle` if there is no value, and `ChildAccepted` to the sender, unless the sender is this worker
-        or is gone.
+        Returns `RefuseHandle` if the reference has no value and never will have one. Also returns `ChildAccepted` to
+        the sender if the sender is another worker of the group. Returns an empty list if neither is so.
         """
         owned = self.owned.get(reference)
         if owned is None:
@@ -569,8 +570,8 @@ class ReferenceCounts:
             For the last handle of a reference at its owner, if there are no forks: `ReleaseValue`. For a fork that the
             owner has confirmed: `UserDeleted` to the owner. For a fork that the owner was not asked to count:
             `ChildAccepted` to the worker that passed it. An empty list if other handles or forks exist, if the fork was
-            passed on and must wait for that, if the owner has not answered yet, or if the fork was refused or its owner
-            lost.
+            passed on and must wait for that, or if the owner has not answered yet. Also an empty list if this worker
+            does not hold the fork, for example because it was refused or its owner is lost.
 
         Raises:
             ProtocolError: The owner has no handle of its own to drop, or the fork was dropped before. Nothing is
@@ -618,9 +619,9 @@ class ReferenceCounts:
             fork: The fork of it that the sender holds.
 
         Returns:
-            `ForkAccepted` to the workers that have asked before to count forks of the reference. `ForkRefused`,
-            `RefuseHandle` and similar effects if references with the same number and another token were named before.
-            Nearly always an empty list.
+            An empty list, if no worker has used the number of `reference` before. If workers have already asked to
+            count forks of `reference`: `ForkAccepted` to each of them. If workers have used its number with another
+            token: `ForkRefused` to the holders of such forks, `RefuseHandle`, and perhaps `ReleaseValue`.
 
         Raises:
             ProtocolError: This worker is not the owner, the sender is not the creator, or the reference was created
@@ -652,19 +653,20 @@ class ReferenceCounts:
         return effects + [SendMessage(holder, ForkAccepted(reference, other)) for other, holder in noted]
 
     def _note(self, reference: RRefId, claimant: Worker) -> OwnedEntry:
-        """Adds and returns an entry for a reference that `claimant` has named and that this owner does not know.
+        """Adds and returns an entry for a reference that `claimant` has used and that this owner does not know.
 
-        The reference is also noted, until its creator's request arrives. If it cannot be created any more, or
-        `claimant` has named too many such references, the entry is marked as refused instead.
+        Normally adds the reference to `noted`, where it stays until its creator's request arrives. If the reference
+        cannot be created any more, or `claimant` has `MAX_CLAIMS` references in `noted`, marks the entry as refused.
         """
         owned = self.owned[reference] = OwnedEntry(created=False)
         owned.refused = not (self._may_be_created(reference) and self._add_claim(reference, claimant))
         return owned
 
     def _add_claim(self, reference: RRefId, claimant: Worker) -> bool:
-        """Notes a reference that is not created yet. Does nothing if it is noted already.
+        """Adds a reference to `noted`, the references that were used before their creation.
 
-        Returns False, with nothing noted, if `claimant` has named `MAX_CLAIMS` such references.
+        `claimant` is the worker that uses the reference. Returns True if the reference was added, or was in `noted`
+        before. Returns False, and adds nothing, if `claimant` has `MAX_CLAIMS` references in `noted` already.
         """
         noted = self.noted.get(reference[1:3])
         if noted is not None and reference in noted:
@@ -688,9 +690,10 @@ class ReferenceCounts:
                 del self.noted[reference[1:3]]
 
     def _forget_claims(self, key: tuple[Worker, int]) -> dict[RRefId, Worker]:
-        """Removes the references with this creator and number from `noted`, the references named before their creation.
+        """Removes some references from `noted`, the references that were named before their creation.
 
-        Returns the references, each with the worker that named it first; an empty dictionary if there are none.
+        `key` is the creator and the number of the references to remove. They differ in their tokens. Returns them, each
+        with the worker that named it first, or `NO_CLAIMANT`; an empty dictionary if there are none.
         """
         noted = self.noted.pop(key, {})
         for claimant in noted.values():
@@ -707,10 +710,11 @@ class ReferenceCounts:
             del self.claims[claimant]
 
     def _disown_claims(self, lost: Worker) -> list[Effect]:
-        """Counts the noted references of a lost worker for `NO_CLAIMANT` from now on.
+        """Replaces `lost` by `NO_CLAIMANT` in `noted`, the references that were used before their creation.
 
-        A noted reference was named before its creation. Other workers may wait for it as well, so it is kept.
-        `NO_CLAIMANT` may have `MAX_CLAIMS` of them. Returns refusals of the rest; usually an empty list.
+        The references stay there, because other workers may wait for them as well. But `NO_CLAIMANT` can have only
+        `MAX_CLAIMS` references. Those of `lost` beyond this limit are refused. Returns the effects of refusing them,
+        from `_refuse_claim`; an empty list if none is refused.
         """
         effects: list[Effect] = []
         named = [each for noted in self.noted.values() for each, claimant in noted.items() if claimant == lost]
@@ -721,9 +725,11 @@ class ReferenceCounts:
         return effects
 
     def _refuse_other_tokens(self, created: RRefId) -> list[Effect]:
-        """Removes the noted references that have the creator and number of `created`, which is created now.
+        """Refuses the references that have the creator and number of `created`, but another token.
 
-        Returns refusals of those with another token, such as `ForkRefused` and `RefuseHandle`; usually an empty list.
+        Called when `created` is created. Removes them and `created` from `noted`, the references that were used before
+        their creation. Returns `ForkRefused` to the holders of forks of the refused references, `RefuseHandle` for each
+        of these references, and `ReleaseValue` for each that nothing holds. Returns an empty list if none is refused.
         """
         effects: list[Effect] = []
         for reference in self._forget_claims(created[1:3]):
@@ -735,7 +741,7 @@ class ReferenceCounts:
         """Refuses a reference that was named before its creation and will not be created.
 
         Returns `ForkRefused` to the holders of its forks, `RefuseHandle`, and `ReleaseValue` if nothing holds the
-        reference. The caller has removed it from the noted ones.
+        reference. The caller has removed the reference from `noted`.
         """
         owned = self.owned.get(reference)
         if owned is None:  # it was only used, and somebody may be waiting for its value
@@ -743,10 +749,12 @@ class ReferenceCounts:
         return self._refuse_noted(reference, owned) + self._release_if_unused(reference, owned)
 
     def _fork_requested(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Counts a fork for the sender, which holds it.
+        """Counts a fork that the sender holds, because the sender asks for it with `ForkRequest`.
 
-        Returns `ForkAccepted`; `ForkRefused` if there is no value; an empty list if the reference is not created yet.
-        Raises `ProtocolError` if this worker is not the owner, or has counted the fork before.
+        Returns `ForkAccepted` to the sender if the reference exists. Returns an empty list if the reference is not
+        created yet: the answer follows later. Returns `ForkRefused`, and counts nothing, if the reference was released
+        or refused, or cannot be created any more, or if the sender has named `MAX_CLAIMS` references that do not exist.
+        Raises `ProtocolError` if this worker is not the owner, or has made or counted the fork before.
         """
         if reference.owner != self.me:
             raise ProtocolError(f"{reference} is not ours")
@@ -763,10 +771,11 @@ class ReferenceCounts:
         return [SendMessage(sender, ForkAccepted(reference, fork))] if owned.created else []
 
     def _fork_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Confirms a fork that this worker holds.
+        """Confirms a fork that this worker holds, because its owner counts it now.
 
-        Returns `ConfirmHandle`, `ChildAccepted` to the worker that passed the fork, and `UserDeleted` if it was
-        dropped. Raises `ProtocolError` if this worker did not ask for it, or the sender is not the owner.
+        Returns `ConfirmHandle`, and `ChildAccepted` to the worker that passed the fork, unless that worker is gone. If
+        the fork was dropped, and need not wait for forks made from it, also returns `UserDeleted` to the owner. Raises
+        `ProtocolError` if this worker did not ask the owner to count the fork, or the sender is not the owner.
         """
         held = self._answered(sender, reference, fork)
         held.state = CONFIRMED
@@ -780,7 +789,7 @@ class ReferenceCounts:
         """Removes a fork that the owner refuses to count.
 
         Returns `RefuseHandle`, and `ChildAccepted` to the worker that passed the fork. Raises `ProtocolError` if this
-        worker did not ask for it, or the sender is not the owner.
+        worker did not ask the owner to count the fork, or the sender is not the owner.
         """
         held = self._answered(sender, reference, fork)
         self._forget(fork, held)
@@ -788,9 +797,10 @@ class ReferenceCounts:
         return [RefuseHandle(reference, fork), *told]
 
     def _answered(self, sender: Worker, reference: RRefId, fork: ForkId) -> UserFork:
-        """Returns the held fork about which the owner was asked with `ForkRequest`, and for which `sender` answers.
+        """Returns the entry of a fork that this worker holds, after an answer of `sender` to its `ForkRequest`.
 
-        Raises `ProtocolError` if the owner was not asked about this fork, or `sender` is not the owner.
+        Raises `ProtocolError` if this worker has sent no `ForkRequest` for the fork, or has an answer already, or if
+        `sender` is not the owner.
         """
         held = self.held.get(fork)
         if held is None or held.state is not REQUESTED or held.reference != reference:
@@ -804,10 +814,10 @@ class ReferenceCounts:
     def _child_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         """Processes a message that says that the owner counts `fork`, or that `fork` has ended.
 
-        This worker had made `fork` for the sender, from a fork of its own, the parent. The parent need not wait for it
-        any more. Returns `UserDeleted` or `ChildAccepted` for the parent if the parent was dropped and only waited for
-        this; else an empty list. Raises `ProtocolError` if this worker did not make `fork`, or made it for another
-        worker.
+        This worker had made `fork` for the sender, from a fork of its own, the parent. The parent need not wait for
+        `fork` any more. Returns `UserDeleted` or `ChildAccepted` for the parent if the parent was dropped and only
+        waited for this. Returns an empty list otherwise, also if the parent has ended already. Raises `ProtocolError`
+        if this worker did not make `fork`, or made it for another worker.
         """
         if fork.creator != self.me:
             raise ProtocolError(f"{fork} was not made here")
@@ -823,7 +833,7 @@ class ReferenceCounts:
     def _user_deleted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         """Removes a counted fork, because its holder has dropped it.
 
-        Returns `ReleaseValue` if no handle and no fork is left.
+        Returns `ReleaseValue` if no handle and no fork of the reference is left; else an empty list.
 
         Raises `ProtocolError` if the sender does not hold the fork.
         """
@@ -836,9 +846,10 @@ class ReferenceCounts:
     # What follows
 
     def _tell_parent(self, parent: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Returns the effect that sends `ChildAccepted` to `parent`: the worker that passed the fork on need not wait.
+        """Returns the effect that sends `ChildAccepted` to `parent`, the worker that has passed the fork on.
 
-        Returns an empty list if that worker is not in the group any more.
+        After that message, `parent` need not wait for the fork. Returns an empty list if `parent` is not in the group
+        any more.
         """
         told = new_tuple(ChildAccepted, (reference, fork))
         return [new_tuple(SendMessage, (parent, told))] if parent in self.workers else []
@@ -846,10 +857,10 @@ class ReferenceCounts:
     def _delete_if_done(self, fork: ForkId, held: UserFork) -> list[Effect]:
         """Ends a held fork if it was dropped and need not wait for anything.
 
-        It must wait for an answer of the owner, and for the forks that were made from it, until the owner counts them
-        or they have ended. Returns `UserDeleted` to the owner. If the owner was never asked to count the fork, returns
-        `ChildAccepted` to the worker that passed it. Returns an empty list, with nothing changed, if the fork cannot
-        end yet.
+        A fork must wait for the owner's answer if the owner was asked to count it. It must also wait for each fork made
+        from it, until the owner counts that fork or that fork has ended. Returns an empty list, and changes nothing, if
+        the fork was not dropped or must wait. Otherwise returns `UserDeleted` to the owner if the owner counts the
+        fork. If the owner was never asked, returns `ChildAccepted` to the worker that passed the fork.
         """
         if not held.dropped or held.children or held.state is REQUESTED:
             return []  # G2, and: a delete must not overtake its own request
@@ -859,9 +870,10 @@ class ReferenceCounts:
         return [new_tuple(SendMessage, (held.reference.owner, new_tuple(UserDeleted, (held.reference, fork))))]
 
     def _forget(self, fork: ForkId, held: UserFork) -> None:
-        """Removes a held fork from all tables, and the forks made from it that it waits for.
+        """Removes a held fork from all tables.
 
-        Raises `KeyError` if this worker does not hold it.
+        Also removes the forks that were made from it from `parents`. That table has the parent of each fork for which
+        the parent still waits. Raises `KeyError` if this worker does not hold the fork.
         """
         del self.held[fork]
         if held.state is UNREPORTED:

@@ -23,7 +23,7 @@ class CreateRequest(NamedTuple):
 
 
 class ForkRequest(NamedTuple):
-    """Holder to owner: count this fork of the reference, which another worker passed to the holder."""
+    """Holder to owner: count this fork of the reference. The holder got the fork from another worker."""
 
     reference: RRefId
     fork: ForkId
@@ -39,7 +39,7 @@ class ForkAccepted(NamedTuple):
 class ForkRefused(NamedTuple):
     """Owner to holder: this fork of the reference is not counted, because there is no value.
 
-    The other answer to `ForkRequest`. The handle of the fork must raise when used.
+    It answers a `ForkRequest`. From then on, every use of the holder's handle raises.
     """
 
     reference: RRefId
@@ -47,9 +47,10 @@ class ForkRefused(NamedTuple):
 
 
 class ChildAccepted(NamedTuple):
-    """Sent to the worker that passed this fork of the reference on: the owner counts it now, or it has ended.
+    """Holder to the worker that passed it this fork of the reference: the owner counts the fork now.
 
-    The receiver kept its own fork of the reference until now, so that the value lives.
+    The message is also sent if the fork has ended without being counted. Until the message comes, the worker that
+    passed the fork keeps its own fork, so that the value lives.
     """
 
     reference: RRefId
@@ -90,31 +91,38 @@ class Carried(NamedTuple):
 
 
 class SendMessage(NamedTuple):
-    """Send this message to the worker `to`. It must be processed there once, unless one of the two workers is lost."""
+    """Tells the reference store of this worker to send `message` to the worker `to`.
+
+    The message must be processed there exactly once, unless the sender or the receiver is lost.
+    """
 
     to: Worker
     message: Message
 
 
 class ReleaseValue(NamedTuple):
-    """Release the value of this reference, or the error in its place: no worker holds the reference any more."""
+    """Tells the reference store of this worker, the owner, to release the value of `reference`.
+
+    No worker holds the reference any more. If an error took the place of the value, the error is released.
+    """
 
     reference: RRefId
 
 
 class ConfirmHandle(NamedTuple):
-    """Note that the owner counts this fork of the reference, which this worker holds."""
+    """Tells the reference store of this worker that the owner counts `fork`, which this worker holds."""
 
     reference: RRefId
     fork: ForkId
 
 
 class RefuseHandle(NamedTuple):
-    """Make every use of a handle raise: there is no value behind it.
+    """Tells the reference store of this worker that `reference` has no value, so that every use of it must raise.
 
-    If `fork` is not None, this worker holds that fork, and the owner has refused it. If `fork` is None, this worker is
-    the owner: every use of the reference must raise, also by other workers. The owner still counts its own handles and
-    the forks that it has passed on. `ReleaseValue` follows when all of them have ended.
+    If `fork` is not None, this worker holds that fork, and the owner has refused it.
+
+    If `fork` is None, this worker is the owner. Uses by other workers must raise too. The owner still counts its own
+    handles and the forks that it has passed on. `ReleaseValue` follows when all of them have ended.
     """
 
     reference: RRefId
@@ -122,7 +130,10 @@ class RefuseHandle(NamedTuple):
 
 
 class OrphanHandle(NamedTuple):
-    """Make every use of this fork's handle raise: the owner of the reference is gone, and the value with it."""
+    """Tells the reference store of this worker to make every use of a handle raise: the owner is gone.
+
+    The value has gone with the owner. The handle is that of `fork`, which this worker holds.
+    """
 
     reference: RRefId
     fork: ForkId

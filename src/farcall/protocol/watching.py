@@ -79,10 +79,10 @@ def check_heartbeat(interval: float, patience: float) -> None:
 class Neighbour:
     """What a watcher knows about one worker that it watches. All times are those of the watcher's own clock.
 
-    At first the worker was not pinged.
+    A new object has no pings and no questions to other workers.
 
     Args:
-        now: The time from which on the worker is watched. It counts as heard then.
+        now: The time at which watching begins. The worker counts as heard at this time.
     """
 
     __slots__ = ("asked_others", "heard", "pinged", "questions", "unanswered")
@@ -107,10 +107,11 @@ class Neighbour:
 
 
 class Watching:
-    """Which workers one worker watches, and how long each of them was silent.
+    """Knows which workers one worker watches, and how long each of them was silent.
 
-    It has its own clock, which leaves out time in which this worker itself did not run. A *tick* is one call of
-    `advance`. A *turn* is a third of an interval; in each turn some watched workers are pinged.
+    A *tick* is one call of `advance`. A *turn* is a third of an interval; in each turn some watched workers are pinged.
+    This object has its own clock. The clock moves by at most one interval per tick, so that a time in which this worker
+    itself did not run hardly counts.
 
     At first nobody is watched.
 
@@ -164,7 +165,7 @@ class Watching:
     def next_tick(self) -> float:
         """Returns when to call `advance` next, as a time of the monotonic clock.
 
-        Must be called after each `advance`.
+        Must be called after each `advance`. The next `advance` counts as late if it comes well after the returned time.
         """
         wait = self._next_turn - self._clock
         for neighbour in self.watched.values():
@@ -183,9 +184,12 @@ class Watching:
     # Whom to watch
 
     def look_further(self) -> bool:
-        """Changes `span`, the number of successors on the ring that this worker should watch.
+        """Adapts `span`, the number of successors on the ring that this worker should watch, to their answers.
 
-        It grows while no watched worker answers, and shrinks again when one does.
+        If some watched worker has no unanswered ping, `span` becomes the place of the nearest such worker, counted from
+        1, but at least `NEIGHBOURS`. If all watched workers have left a ping unanswered for a third of an interval,
+        `span` becomes `WIDER` times the number of watched workers. Otherwise, or if nobody is watched, `span` does not
+        change.
 
         Returns:
             Whether `span` has changed. False if the last `advance` came late, because answers may be unread then.
@@ -215,13 +219,18 @@ class Watching:
         self.watched = {worker: watched.get(worker) or Neighbour(self._clock) for worker in neighbours}
 
     def forget(self, worker: Worker) -> None:
-        """Removes the time at which `worker` was last heard. Called when it is gone. Does nothing if there is none."""
+        """Removes the time at which `worker` was last heard. Called when `worker` is gone.
+
+        Does nothing if it was never heard.
+        """
         self._heard.pop(worker, None)
 
     def to_ping(self) -> list[Worker]:
-        """Returns the workers to ping now, perhaps none, and counts them as pinged.
+        """Returns the workers to ping now, and counts them as pinged. To be called each time `advance` returns True.
 
-        To be called each time that `advance` returns True.
+        The watched workers take turns, so that each is pinged at least once per interval. If one of them has not
+        answered for a third of an interval, all are pinged out of turn, except those that have not answered for an
+        interval or longer. The list may be empty.
         """
         pings: list[Worker] = []
         cycle = max(1, min(TURNS, len(self.watched)))
@@ -244,7 +253,7 @@ class Watching:
         return pings
 
     def _silence_of(self, neighbour: Neighbour) -> float:
-        """Returns the seconds since the first ping to a neighbour without an answer; 0 if all pings were answered."""
+        """Returns the seconds since the first unanswered ping to `neighbour`; 0 if it has answered all pings."""
         return 0.0 if neighbour.unanswered is None else self._clock - neighbour.unanswered
 
     def quiet(self) -> list[Worker]:
@@ -288,7 +297,10 @@ class Watching:
         return [worker for worker, heard in self._heard.items() if heard >= since]
 
     def silence(self, worker: Worker) -> float:
-        """Returns how many seconds ago a watched worker was last heard, by this object or by another worker.
+        """Returns how many seconds ago a watched worker was last heard.
+
+        Reports of other workers that they have heard it count, too. If it was not heard since it is watched, returns
+        for how many seconds it has been watched.
 
         Raises:
             KeyError: The worker is not watched.
@@ -296,9 +308,10 @@ class Watching:
         return self._clock - self.watched[worker].heard
 
     def to_ask_about(self) -> list[Worker]:
-        """Returns the silent workers that other workers should be asked about now. Counts the question as asked.
+        """Returns the watched workers that other workers should be asked about now, and counts them as asked about.
 
-        Others are asked about each silence at most twice.
+        Such a worker has not answered a ping, and the timeout (`heartbeat_patience`) ends in an interval or less.
+        Others are asked about it a second time two thirds of an interval later.
 
         Returns:
             The workers. An empty list if there are none, if this worker hears nobody at all, or if the last `advance`
@@ -323,8 +336,9 @@ class Watching:
     def dead(self) -> list[Worker]:
         """Returns the watched workers to declare lost now.
 
-        Such a worker was silent for the timeout. Others were asked about it, and have not heard it either. If this
-        worker hears nobody at all, others cannot be asked. Then it waits longer, and returns all silent workers.
+        Such a worker has not answered a ping for longer than the timeout (`heartbeat_patience`). Others were asked
+        about it, and have not heard it either. If this worker hears nobody at all, it cannot ask others. Then it waits
+        longer: the silent workers are returned when it has heard nobody for the timeout plus 1.5 intervals.
 
         Returns:
             The workers. An empty list if there are none, or if the last `advance` came late, because answers may be

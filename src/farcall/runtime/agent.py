@@ -328,9 +328,9 @@ class Agent(RpcAgent):
     def _replace_connections(self) -> None:
         """Replaces idle connections for which a new link may be faster (`should_be_replaced`).
 
-        Such a connection is forgotten first, so that the next call opens another one. It ends a heartbeat later: a
-        thread may have found it just before, and be about to call. A connection with pending calls is left alone,
-        because requests are started in the order in which they were sent.
+        Calls that begin later do not use such a connection: the next one opens a new connection. The old one is closed
+        at a later heartbeat, because a thread may be about to send a call on it. A connection with pending calls or
+        unsent bytes is not replaced, because later calls on a new connection could overtake these.
         """
         for connection in list(self._clients):
             should_be_replaced = getattr(connection.link, "should_be_replaced", None)
@@ -344,14 +344,17 @@ class Agent(RpcAgent):
                     connection.lose("another connection to it has taken the place of this one", advice="")
 
     def _links(self) -> list[Link]:
-        """Returns the links of all connections in both directions; an empty list if there are none."""
+        """Returns the links of all connections, whether this or the other worker opened them; may be empty."""
         clients, servers = list(self._clients), list(self._servers)
         return [*[each.link for each in clients], *[each.link for each in servers]]
 
     def worker_gone(self, number: Worker, has_left: bool) -> None:
         """Called when a worker is not in the group any more: updates the metrics and the store of the rendezvous.
 
-        In a fixed group, the name of a lost worker is added to `lost`.
+        In an open group, the store frees the name of the worker. In a fixed group, nothing more happens if the worker
+        has left. If it was lost, its name is added to the result of `lost`. Threads that wait in the store for other
+        workers then get a `RendezvousError`. While the group shuts down, they get it only if the lost worker hosted
+        the store.
 
         Args:
             number: The number of the worker.
@@ -392,7 +395,7 @@ class Agent(RpcAgent):
         Raises:
             UnknownWorkerError: The group has no such worker.
             UsageError: `to` has a wrong type, such as float or bool.
-            RpcError: There is no such worker, and this worker was shut down or expelled.
+            RpcError: Raised in place of `UnknownWorkerError` after this worker was shut down or expelled.
         """
         if to is None:
             return self.info
@@ -423,7 +426,10 @@ class Agent(RpcAgent):
 
     @property
     def rpc_timeout(self) -> float:
-        """The timeout in seconds of calls that do not give their own; 0 means no timeout. May be set at any time."""
+        """The timeout in seconds of calls that do not give their own; 0 means no timeout.
+
+        May be set at any time. The new value is not checked.
+        """
         return self.calling.rpc_timeout
 
     @rpc_timeout.setter
@@ -447,12 +453,14 @@ class Agent(RpcAgent):
             function: The function to run there.
             args: Its positional arguments; may be empty.
             kwargs: Its keyword arguments; may be empty.
-            timeout: How many seconds the call may take; 0 means no timeout.
+            timeout: How many seconds the call may take; 0 means no timeout, `UNSET_RPC_TIMEOUT` means `rpc_timeout`.
+                After that, the future fails with `RpcTimeoutError`.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
             UsageError: An argument of this method is not valid, or the call is too large for the callee.
             SerializationError: An argument cannot be pickled.
+            RpcTimeoutError: The timeout expired before the call was sent.
             WorkerLostError: The worker has left, was lost, or cannot be reached.
             RpcError: This worker was shut down or expelled.
         """
@@ -476,14 +484,14 @@ class Agent(RpcAgent):
             function: The function.
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: The function is cancelled if there is no result within so many seconds. With 0 and
-                `UNSET_RPC_TIMEOUT`, the only limit is that of the scope, if any.
+            timeout: The function is cancelled if there is no result within so many seconds. 0 and `UNSET_RPC_TIMEOUT`
+                mean no timeout. A deadline of the code that makes the call limits the time in any case.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
-            UsageError: `to`, `function` or `args` is not valid.
+            UsageError: An argument of this method is not valid, or the call is too large for the callee.
             SerializationError: An argument cannot be pickled.
-            RpcTimeoutError: The timeout, or the default one, expired before the call was sent.
+            RpcTimeoutError: `timeout` expired before the call was sent. Without a timeout, `rpc_timeout` limits that.
             WorkerLostError: The worker has left, was lost, or cannot be reached.
             RpcError: This worker was shut down or expelled.
         """
@@ -497,11 +505,32 @@ class Agent(RpcAgent):
         kwargs: Mapping[str, Any] | None,
         timeout: float,
     ) -> list[Future[Any]]:
-        """Sends the same call to several workers, with arguments that are pickled once; see `RpcAgent.call_many`."""
+        """Sends the same call to several workers, and returns their futures without waiting for the replies.
+
+        The arguments are pickled once.
+
+        Args:
+            workers: The callees; at least one.
+            function: The function to run there.
+            args: Its positional arguments, a tuple or list; None for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: How many seconds each call may take; 0 means no timeout, `UNSET_RPC_TIMEOUT` means `rpc_timeout`.
+
+        Returns:
+            A future for each worker, in the same order. It has failed if the call could not be sent to that worker.
+
+        Raises:
+            UsageError: `function`, `args` or `timeout` is not valid.
+            SerializationError: An argument cannot be pickled.
+            RpcError: This worker was shut down or expelled.
+        """
         return self.calling.call_many(workers, function, args, kwargs, timeout)
 
     def calls_pending(self, worker: WorkerInfo) -> int:
-        """Returns how many calls of this worker to another one are under way. Calls of `remote` are not counted."""
+        """Returns how many calls of this worker to `worker` are under way; 0 if `worker` is not known.
+
+        Calls of `remote` are not counted.
+        """
         return self.calling.calls_pending(worker)
 
     def submit_own_call(self, callee: bytes, job: Job) -> None:
@@ -526,11 +555,11 @@ class Agent(RpcAgent):
         self.interceptors.remove(interceptor)
 
     def after_reply(self, function: Callable[[], object]) -> None:
-        """Calls a function after the reply to the call that this thread runs for another worker was sent.
+        """Calls `function` as soon as the reply to the current call was sent, on the thread that has sent it.
 
-        If that call returns a coroutine or a pending future, the reply is sent by another thread, which then calls
-        `function`. Errors that `function` raises are logged. If this thread runs no call for another worker, `function`
-        is called at once, and its errors are raised.
+        The current call is the one that this thread or coroutine runs for another worker. Errors of `function` are
+        logged. If there is no current call, or its reply was sent already, `function` is called at once, and its errors
+        are raised.
         """
         call_after_reply(function)
 
@@ -581,8 +610,8 @@ class Agent(RpcAgent):
         In an open group, only waits until this worker is idle: it has nothing to do and waits for nothing.
 
         Args:
-            shutdown: Whether this worker leaves next. If True, a connection that ends later is not taken for a lost
-                worker.
+            shutdown: Whether this worker leaves next. If True, connections may end after this call: this worker does
+                not regard the workers at their other ends as lost. If False, it still does.
             timeout: How many seconds to wait; 0 means no limit.
 
         Raises:
@@ -610,10 +639,10 @@ class Agent(RpcAgent):
         wait_at_barrier(self, self._rendezvous, deadline_of(timeout), self._next_sync("sync()"))
 
     def _next_sync(self, where: str) -> Occasion:
-        """Returns the `Occasion` of the next `join` or `sync`: a prefix for keys in the store, and texts for messages.
+        """Counts one more call of `join` or `sync`. Returns the prefix of the call's keys in the store, and texts.
 
-        The prefix is the same on all workers that have called `join` and `sync` equally often. `where` is the name of
-        the function that waits, for messages.
+        The prefix contains the count. So it is the same on all workers that have called `join` and `sync` equally
+        often. The texts are for error messages. `where` is the name in the texts: "join()" or "sync()".
         """
         with self._lock:
             self._syncs += 1
@@ -645,8 +674,8 @@ class Agent(RpcAgent):
     def calls_started(self) -> int:
         """Returns the number of calls that this worker has made to others so far.
 
-        Messages about references are counted too, because a message can release a value, whose finalizer may make
-        calls.
+        Messages about references are counted too, because they can lead to calls: such a message can release a value,
+        and the finalizer of the value can make calls.
         """
         now = sum(connection.calls_made for connection in list(self._clients))
         return self._metrics.calls_made() + now + self.reference_store.messages_sent()
@@ -702,8 +731,8 @@ class Agent(RpcAgent):
             timeout: How many seconds to wait; 0 for no limit.
 
         Returns:
-            Whether this call must shut down. False if everything is closed, or if it has interrupted an earlier call in
-            the same thread.
+            True if this call must shut down. False if everything is closed already. Also False if an earlier call is
+            under way in the same thread: a signal handler has interrupted that call, and it goes on later.
 
         Raises:
             ShutdownError: The timeout expired.
@@ -750,8 +779,8 @@ class Agent(RpcAgent):
     def wait_to_leave(self, timeout: float) -> None:
         """Waits until no call is running on any worker of a fixed group, and all workers know that.
 
-        Sets `left` to the references that this worker still owns or holds. Logs a warning if workers still hold
-        references of each other. Does not close anything.
+        Sets the attribute `left` to the references that this worker still owns or holds. Logs a warning if this worker
+        holds a reference that another worker owns, or the reverse. Does not close anything.
 
         Args:
             timeout: How many seconds to wait; 0 means no limit.
@@ -768,8 +797,8 @@ class Agent(RpcAgent):
     def drain(self, timeout: float) -> None:
         """Prepares to leave an open group: waits until this worker is idle, and gives up its handles.
 
-        Later uses of handles of other workers' values raise `UsageError`. Logs a warning if workers still hold
-        references of each other. Does not close anything.
+        If a handle of another worker's value is used later, `UsageError` is raised. Logs a warning if this worker still
+        holds a reference that another worker owns, or the reverse. Does not close anything.
 
         Args:
             timeout: How many seconds to wait; 0 means no limit.
@@ -786,7 +815,7 @@ class Agent(RpcAgent):
     def _report_what_is_left(self) -> Inventory:
         """Returns all references that this worker owns or holds.
 
-        Logs a warning if this worker holds references of others, or others hold references of this worker.
+        Logs a warning if this worker holds a reference that another worker owns, or the reverse.
         """
         inventory = self.reference_store.inventory()
         left = inventory.between_workers()
@@ -811,8 +840,8 @@ class Agent(RpcAgent):
             is_early: True if the other workers do not expect this worker to leave. Then they are told that it leaves.
             store_timeout: How many seconds to wait until the other workers do not need the store of the rendezvous any
                 more, if this worker hosts it; 0 to close it at once.
-            timeout: How many seconds to wait until cancelled coroutines have ended, and then again for functions. What
-                still runs then goes on in its thread.
+            timeout: How many seconds to wait for cancelled coroutines to end. The wait for functions comes next, and
+                takes at most `timeout` seconds again. Coroutines and functions that still run then are not stopped.
         """
         with self._lock:
             if self._has_ended or self._is_closing:
@@ -833,8 +862,9 @@ class Agent(RpcAgent):
             is_early: True if the other workers do not expect this worker to leave. Then they are told that it leaves.
             store_timeout: How many seconds to wait until the other workers do not need the store of the rendezvous any
                 more, if this worker hosts it; 0 to close it at once.
-            timeout: How many seconds to wait until cancelled coroutines have ended, and then again for functions. What
-                still runs then goes on in its thread. A warning is logged if functions do.
+            timeout: How many seconds to wait for cancelled coroutines to end. The wait for functions comes next, and
+                takes at most `timeout` seconds again. Coroutines and functions that still run then are not stopped.
+                For functions, a warning is logged.
         """
         is_member = self.closed is None
         self._peers.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
@@ -882,9 +912,10 @@ class Agent(RpcAgent):
         return isinstance(self.closed, ForkedProcessError)
 
     def about_to_fork(self) -> None:
-        """Called before this process forks: keeps the received buffers of the child unchanged.
+        """Called before this process forks, so that received buffers do not change in the child.
 
-        The child inherits buffers in shared memory. From now on, no other frames are written into that memory.
+        The child inherits the received buffers that are in shared memory. From now on, the memory of these buffers is
+        not used for later frames.
         """
         for link in self._links():
             link.prepare_fork()

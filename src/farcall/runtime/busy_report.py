@@ -60,9 +60,10 @@ def describe_busy_work(threads: Iterable[int], connections: Iterable[ClientConne
 
 
 def _functions_in(frame: FrameType | None) -> Iterator[str]:
-    """Yields text for each function on a stack that runs for another worker, and for each membership callback.
+    """Yields a text for each called function and each membership callback on the stack of one thread.
 
-    Goes from `frame`, the innermost stack frame, outwards. Yields nothing if `frame` is None.
+    A called function is one that the thread runs for a call. `frame` is the innermost stack frame of the thread. The
+    innermost function comes first. Yields nothing if `frame` is None.
     """
     while frame is not None:
         if frame.f_code is Invocation.run.__code__:

@@ -67,14 +67,14 @@ references in the arguments, and the call as interceptors see it."""
 
 
 class _RemoteCall(NamedTuple):
-    """What is sent with a call of `remote`, whose result stays at the callee.
+    """A call made by `remote`: the callee runs the function, and keeps the result.
 
     Attributes:
         function: The function, or the name of a method of the value of a reference.
         args: The positional arguments; empty for none.
         kwargs: The keyword arguments; None for none.
         annotations: Named values for the interceptors of the callee; empty for none.
-        seconds: The result must be there within so many seconds; 0 for no limit.
+        seconds: Within how many seconds the function must have its result; 0 for no limit.
     """
 
     function: Callee
@@ -116,7 +116,10 @@ class Caller:
 
     @property
     def numbered(self) -> Mapping[int, Peer]:
-        """The workers of the group by number, this one included, and some that have left or were lost."""
+        """The workers of the group by number, this one included.
+
+        Workers that have left or were lost are in it as well, until this worker forgets them.
+        """
         return self._peers.by_number
 
     # Calls
@@ -132,8 +135,8 @@ class Caller:
     ) -> Future[Any]:
         """Sends a call to a worker, and returns the future of its result without waiting for the reply.
 
-        Opens a connection first if there is none, and waits for that, at most `timeout` seconds. On the thread of an
-        event loop another thread does so, and the errors of that are those of the future.
+        If there is no connection, opens one and waits until it is open. On the thread of an event loop, does not wait:
+        another thread connects and sends the call. Then the future fails if connecting fails.
 
         Args:
             to: The worker: its name, rank or `WorkerInfo`.
@@ -141,8 +144,8 @@ class Caller:
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
             timeout: How many seconds the call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
-            unattended: Whether the calling thread will not wait for the reply at once. If True, a thread of the
-                executor reads the reply.
+            unattended: True to make a thread of the executor read the reply, if no other thread reads it soon. False if
+                the calling thread waits for the reply at once, and can read it itself.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
@@ -187,7 +190,11 @@ class Caller:
         return future
 
     def _find_scope(self) -> Scope | None:
-        """Returns the scope of the running code, whose calls share a deadline and are cancelled together, or None."""
+        """Returns the scope in which the current thread runs; None if there is none.
+
+        A scope is a function that runs for another worker, or a block of `deadline` or `detached`. The calls in a scope
+        have one deadline, and are cancelled together.
+        """
         found = self._current_scope()
         return found.find() if found is not None else None
 
@@ -201,8 +208,9 @@ class Caller:
     ) -> list[Future[Any]]:
         """Sends the same call to several workers, and returns their futures without waiting for the replies.
 
-        The arguments are pickled once, and copied into shared memory once for all workers of this host. Workers to
-        which there is a connection are sent the call first, so that they do not wait for one that has to be connected.
+        The arguments are pickled once, and copied into shared memory once for all workers of this host. If there are
+        client interceptors, both are done for each worker. The call is sent first to the workers that have a
+        connection. Only then are connections to the others opened.
 
         Args:
             workers: The workers; at least one.
@@ -212,7 +220,8 @@ class Caller:
             timeout: How many seconds each call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
 
         Returns:
-            A future for each worker, in the same order. It has failed if the call could not be sent to that worker.
+            A future for each worker, in the same order. If the call could not be sent to a worker, the future of that
+            worker has failed.
 
         Raises:
             UsageError: An argument is not valid.
@@ -246,14 +255,16 @@ class Caller:
         return [futures[worker] for worker in workers]
 
     def _needs_connection(self, worker: WorkerInfo) -> bool:
-        """Returns whether a call to a worker has to open a connection first."""
+        """Returns whether there is no connection to a worker; True also if the worker is not known."""
         peer = self._peers.by_key.get(worker)
         return peer is None or peer.connection is None
 
     def calls_pending(self, worker: WorkerInfo) -> int:
-        """Returns how many calls of this worker to `worker` wait for a reply, without those made by `remote`.
+        """Returns how many calls of this worker to `worker` are not complete yet.
 
-        Returns 0 if that worker is not known, or there is no connection to it.
+        With a connection to `worker`, these are the calls that wait for a reply. Calls made by `remote` do not count
+        then. Without a connection, these are the calls that wait for a connection. Calls made by `remote` do count
+        then. Returns 0 if `worker` is not known.
         """
         peer = self._peers.by_key.get(worker)
         if peer is None:
@@ -273,7 +284,9 @@ class Caller:
     ) -> PendingCall | UnsentCall:
         """Sends a call to a worker, and returns its future. Opens a connection first if there is none.
 
-        On the thread of an event loop, does not wait for the connection: see `unsent`.
+        Waits until the connection is open, sends the call, and returns a `PendingCall`. On the thread of an event loop,
+        does not wait if there is no connection: returns an `UnsentCall`, and another thread connects and sends the
+        call. An `UnsentCall` fails if connecting fails.
 
         Args:
             peer: The worker.
@@ -304,7 +317,11 @@ class Caller:
         timeout: float,
         intercepted: ClientCall | None = None,
     ) -> PendingCall | UnsentCall:
-        """Sends a call whose arguments are pickled to a worker, and returns its future. Connects first if necessary.
+        """Sends a call with pickled arguments to a worker, and returns its future. Connects first if necessary.
+
+        Waits until the connection is open, sends the call, and returns a `PendingCall`. On the thread of an event loop,
+        does not wait if there is no connection: returns an `UnsentCall`, and another thread connects and sends the
+        call. An `UnsentCall` fails if connecting fails.
 
         Args:
             peer: The worker.
@@ -342,7 +359,9 @@ class Caller:
     def _call_later(self, peer: Peer, packed: _PackedCall, timeout: float) -> UnsentCall:
         """Returns the future of a call that is sent as soon as there is a connection. Does not wait.
 
-        Raises `WorkerLostError` if the worker has left or was lost.
+        `packed` is the call with its pickled arguments; its buffers are copied. `timeout` is how many seconds the call
+        may take, the time to connect included; 0 for no limit. The future fails if the timeout expires, if connecting
+        fails, or if the call is too large. Raises `WorkerLostError` if the worker has left or was lost.
         """
         if peer.is_lost:
             raise peer.lost_error()
@@ -366,7 +385,11 @@ class Caller:
         return call
 
     def _send_when_connected(self, peer: Peer, unsent: Unsent) -> None:
-        """Queues something for the thread that connects, or sends it if there is a connection by now. Never waits."""
+        """Queues `unsent`, a call, for the thread that connects to `peer`. Never waits.
+
+        If there is a connection by now, sends the call on it at once, and queues nothing. Otherwise, if this worker was
+        shut down or expelled, all calls in the queue for `peer` fail, `unsent` included.
+        """
         connection = peer.send_when_connected(unsent)
         if connection is not None:
             unsent.send(connection)
@@ -374,9 +397,10 @@ class Caller:
             peer.fail_unsent(self._peers.closed)
 
     def _unconnected_error(self, peer: Peer, error: RpcError) -> RpcError:
-        """Returns the error of a call that was not sent because there is no connection. `error` says why.
+        """Returns the error of a call that was not sent because connecting failed with `error`.
 
-        Each call has an error of its own, because raising one adds to its traceback.
+        If this worker was shut down or expelled, returns the error that says so. If `error` is a `WorkerLostError`,
+        returns a copy of it, because raising an error adds to its traceback. Otherwise returns `error` itself.
         """
         if self._peers.closed is not None:  # this worker was shut down or expelled meanwhile
             return self._peers.closed
@@ -391,7 +415,15 @@ class Caller:
     def _send_packed(
         self, peer: Peer, connection: ClientConnection, packed: _PackedCall, timeout: float, spent: float
     ) -> PendingCall:
-        """Sends a call that may have references and annotations, and returns its future."""
+        """Sends a call that may have references and annotations, and returns its future.
+
+        `packed` is the call with its pickled arguments. `timeout` is how many seconds it may take; 0 for no limit.
+        `spent` is how many of these were needed to connect; 0 if none.
+
+        Raises:
+            TypeError, ValueError: An annotation is not valid, or the annotations are too large.
+            RpcError: A handle in the arguments cannot be used any more, or the worker is gone (`WorkerLostError`).
+        """
         function, callee, payload, buffers, handles, intercepted = packed
         packed_annotations = pack_annotations(intercepted.annotations if intercepted is not None else {})
         future = connection.new_call(function, timeout, spent)
@@ -461,7 +493,8 @@ class Caller:
             args: The positional arguments; None or empty for none.
             kwargs: The keyword arguments; None or empty for none.
             timeout: How many seconds the call may take; 0 for no limit.
-            unattended: Whether a thread of the executor reads the reply, because the calling thread will not wait.
+            unattended: True to make a thread of the executor read the reply, if no other thread reads it soon. False if
+                the calling thread waits for the reply at once, and can read it itself.
 
         Raises:
             UsageError: An interceptor has set a function or timeout that is not valid, or returns no future.
@@ -487,12 +520,11 @@ class Caller:
         return run_client_interceptors(self._interceptors.client, call, send)  # type: ignore[no-any-return]
 
     def _callee_of(self, call: ClientCall, handle: Handle | None) -> bytes:
-        """Returns the function or method of a call that interceptors may have changed, as encoded in a frame.
+        """Returns `call.function`, the function or method to call, as encoded in a frame.
 
-        Returns empty bytes if the function must be pickled.
-
-        `handle` is that of the value whose method is called; None for a function. Raises `UsageError` if an interceptor
-        has set a function or timeout that is not valid.
+        Returns empty bytes if the function must be pickled. To call a method, `handle` is the handle of the value. To
+        call a function, `handle` is None. Interceptors may have changed `call`. Raises `UsageError` if its function or
+        timeout is not valid.
         """
         check_timeout(call.timeout)
         called = call.function
@@ -517,29 +549,30 @@ class Caller:
         timeout: float,
         unattended: bool = False,
     ) -> Future[Any]:
-        """Calls a method of the value of a reference, or asks for the value, whether it exists, or its type.
+        """Calls a method of the value of a reference, or asks the owner for the value or its type.
 
-        Does not wait for the reply. A request for a value that does not exist yet is answered when it does.
+        Does not wait for the reply. If the value does not exist yet, the owner answers as soon as it exists.
 
         Args:
             handle: A handle of the reference.
-            what: METHOD to call a method, VALUE to ask for the value, PRESENCE to ask whether it exists, TYPE to ask
-                for its type. It is not checked.
+            what: METHOD to call a method, VALUE to ask for the value, TYPE to ask for its type, PRESENCE to ask for an
+                answer as soon as the value exists. It is not checked.
             method: The name of the method; for other requests a name for messages.
             args: The positional arguments of the method; empty for none.
             kwargs: Its keyword arguments; None for none.
             timeout: How many seconds the call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
-            unattended: Whether the calling thread will not wait for the reply at once. If True, a thread of the
-                executor reads the reply.
+            unattended: True to make a thread of the executor read the reply, if no other thread reads it soon. False if
+                the calling thread waits for the reply at once, and can read it itself.
 
         Returns:
-            The future of the answer: the result of the method, the value, None (for PRESENCE), or the type. It fails if
+            The future of the answer: the result of the method, the value, the type, or None for PRESENCE. It fails if
             the value has no such method, and with `ReferenceRefusedError` if the owner does not have the value any
             more.
 
         Raises:
             OwnerLostError: The owner was lost.
-            ReferenceRefusedError: The worker that passed the reference on died before the owner could count this fork.
+            ReferenceRefusedError: The owner does not know this worker's fork of the reference, because the worker that
+                passed the reference on died too early.
             SerializationError: An argument cannot be pickled.
             UsageError: The handle was given up, an argument is not valid, or this worker was shut down.
             RpcTimeoutError: The timeout expired before the request was sent.
@@ -654,19 +687,20 @@ class Caller:
         return wait_or_cancel(self.call_on(handle, VALUE, "to_here", (), None, timeout))
 
     def _callee_on(self, handle: Handle, what: bytes, method: str) -> bytes:
-        """Returns what a request does with the value of a reference, as encoded in a frame.
+        """Returns the callee field of a request to the owner of a reference: `what`, the handle and the method.
 
-        `what` says what is asked for: METHOD (a call of the method with the name `method`), VALUE, PRESENCE or TYPE. It
-        is not checked. `method` is used only for METHOD.
+        `what` is METHOD to call the method named `method`, VALUE to get the value, TYPE to get its type, or PRESENCE to
+        get an answer as soon as the value exists. `what` is not checked. `method` is used only for METHOD.
         """
         if handle.packed is None:
             handle.packed = pack_handle(handle.reference, handle.fork or ForkId(self._store.me, 0))
         return what + handle.packed + method.encode() if what == METHOD else what + handle.packed
 
     def _owner_of(self, handle: Handle) -> Peer:
-        """Returns the owner of a reference, also if it is gone and still remembered.
+        """Returns the owner of the reference of `handle`.
 
-        Raises `OwnerLostError` if it is not remembered any more.
+        For some time after the owner has left or was lost, it is returned all the same. After that, raises
+        `OwnerLostError`.
         """
         peer = self._peers.by_number.get(handle.reference.owner)
         if peer is None:  # lost long ago, and not remembered any more
@@ -685,22 +719,23 @@ class Caller:
     ) -> Handle:
         """Makes a worker run a function and keep the result. Returns a handle of the result without waiting for it.
 
-        Opens a connection first if there is none, and waits for that, at most the default timeout. An error of the
-        function is raised when the handle is used.
+        If there is no connection, opens one and waits until it is open. On the thread of an event loop, does not wait:
+        another thread connects and sends the call. An error of the function is raised when the handle is used.
 
         Args:
             to: The worker: its name, rank or `WorkerInfo`. This worker is allowed.
             function: The function.
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: The function is cancelled if there is no result within so many seconds; 0 and `UNSET_RPC_TIMEOUT`
-                for no limit but that of the scope.
+            timeout: The function is cancelled if there is no result within so many seconds. With 0 or
+                `UNSET_RPC_TIMEOUT` the function has no limit, but connecting may take no longer than the default
+                timeout. If the calling code has a deadline, the function is cancelled at that deadline at the latest.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
             UsageError: Another argument is not valid, or the call is too large for the other worker.
             SerializationError: An argument cannot be pickled.
-            RpcTimeoutError: The timeout, or the default one, expired before the call was sent.
+            RpcTimeoutError: `timeout`, or the default timeout, expired before there was a connection.
             WorkerLostError: The worker has left, was lost, or cannot be reached.
             RpcError: This worker was shut down or expelled.
         """
@@ -735,15 +770,17 @@ class Caller:
             method: The name of the method.
             args: Its positional arguments; empty for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: The method is cancelled if there is no result within so many seconds; 0 and `UNSET_RPC_TIMEOUT`
-                for no limit but that of the scope.
+            timeout: The method is cancelled if there is no result within so many seconds. With 0 or `UNSET_RPC_TIMEOUT`
+                the method has no limit, but connecting may take no longer than the default timeout. If the calling code
+                has a deadline, the method is cancelled at that deadline at the latest.
 
         Raises:
             OwnerLostError: The owner was lost.
-            ReferenceRefusedError: The worker that passed the reference on died before the owner could count this fork.
+            ReferenceRefusedError: The owner does not know this worker's fork of the reference, because the worker that
+                passed the reference on died too early.
             SerializationError: An argument cannot be pickled.
             UsageError: The handle was given up, the timeout is not valid, or this worker was shut down.
-            RpcTimeoutError: The timeout, or the default one, expired before the call was sent.
+            RpcTimeoutError: `timeout`, or the default timeout, expired before there was a connection.
             WorkerLostError: The owner cannot be reached now.
             ExpelledError: The group has expelled this worker.
         """
@@ -771,9 +808,10 @@ class Caller:
             callee: The function or method, as encoded in a frame; empty if it must be pickled.
             args: The positional arguments; None or empty for none.
             kwargs: The keyword arguments; None or empty for none.
-            keeps: The handle whose method is called; None for a function. It is kept until the call has arrived.
-            timeout: Within how many seconds the result must be there; 0 and `UNSET_RPC_TIMEOUT` for no limit but that
-                of the scope.
+            keeps: For a method, the handle of the value that has the method; None for a function. The handle stays
+                alive until the call has arrived.
+            timeout: Within how many seconds the function must have its result. 0 and `UNSET_RPC_TIMEOUT` set no limit.
+                If the calling code has an earlier deadline, that holds instead.
 
         Raises:
             UsageError: The timeout is not valid, or the call is too large.
@@ -806,7 +844,8 @@ class Caller:
             peer: The worker that runs the function.
             callee: The function or method, as encoded in a frame; empty if it must be pickled.
             call: The function, its arguments, annotations and time limit.
-            keeps: The handle whose method is called; None for a function. It is kept until the call has arrived.
+            keeps: For a method, the handle of the value that has the method; None for a function. The handle stays
+                alive until the call has arrived.
             scope: The scope to which the call belongs, and with which it is cancelled; None for none.
 
         Raises:
@@ -871,7 +910,23 @@ class Caller:
     ) -> Handle:
         """Returns a handle of the result of a remote call that is sent as soon as there is a connection. Never waits.
 
-        Raises what `remote` raises, except for what is known only when there is a connection.
+        If connecting fails, the call is sent on a later connection.
+
+        Args:
+            peer: The worker that runs the function.
+            packed: The call with its pickled arguments. Its buffers are copied.
+            annotations: The packed annotations; empty for none.
+            keeps: For a method, the handle of the value that has the method; None for a function. The handle stays
+                alive until the call has arrived.
+            deadline: When the result must be there, as a time of the monotonic clock; `FOREVER` for no limit.
+            scope: The scope with which the call is cancelled; None for none.
+
+        Raises:
+            WorkerLostError: The worker has left or was lost.
+            UsageError: The call is larger than this worker itself would accept. If only the other end does not accept
+                it, the handle raises an error when it is used.
+            SerializationError: The call has too many references for one frame.
+            RpcError: A handle in the arguments cannot be used any more.
         """
         if peer.is_lost:
             raise peer.lost_error()
@@ -906,7 +961,7 @@ class Caller:
     def _remote_here(
         self, callee: bytes, payload: bytes, buffers: list[memoryview], handles: list[Handle], deadline: float
     ) -> Invocation:
-        """Returns the job that runs a call of `remote` of this worker to itself. Nothing is sent, and nothing runs yet.
+        """Returns the job that runs a call that this worker makes to itself with `remote`. The job does not run yet.
 
         `callee` is the function or method as encoded in a frame. `payload`, `buffers` and `handles` are the pickled
         arguments, their buffers and references; each may be empty. The buffers are copied. `deadline` is a time of the
@@ -925,14 +980,15 @@ class Caller:
         keeps: Handle | None,
         scope: Scope | None,
     ) -> Handle:
-        """Queues a call of `remote` of this worker to itself. Returns a handle of the result, which is not there yet.
+        """Queues a call that this worker makes to itself with `remote`. Returns a handle of the later result at once.
 
         Args:
             invocation: The job that runs the call.
             callee: The function or method, as encoded in a frame.
             handles: The handles of references in the arguments; may be empty.
             annotations: Named values for interceptors; may be empty.
-            keeps: The handle whose method is called, which is kept until it has run; None for a function.
+            keeps: For a method, the handle of the value that has the method; None for a function. The handle stays
+                alive until the method has run.
             scope: The scope with which the call is cancelled; None for none.
         """
         value = Value()
@@ -981,10 +1037,14 @@ class Caller:
             raise too_large(function, connection.peer.name, excess)
 
     def resolve_timeout(self, timeout: float) -> float:
-        """Returns the timeout to use in seconds; 0 for no limit.
+        """Returns how many seconds a call may take: `timeout`, but no more than is left to the calling code.
+
+        Returns 0 for no limit.
 
         Args:
-            timeout: The timeout that the program has given, or `UNSET_RPC_TIMEOUT` for the default one.
+            timeout: The timeout that the program has given; 0 for no limit; `UNSET_RPC_TIMEOUT` if it gave none. Then
+                the time that is left to the calling code is returned. If the calling code has no deadline, the default
+                timeout is returned, or 0 in a block of `deadline(None)`.
 
         Raises:
             UsageError: `timeout` is not a valid timeout, such as a negative number.
@@ -998,7 +1058,8 @@ class Caller:
 
         Args:
             timeout: The timeout of the call; 0 for no limit, `UNSET_RPC_TIMEOUT` if the program gave none.
-            default: Used if the program gave none and the running code has no deadline; 0 for no limit.
+            default: Returned if `timeout` is `UNSET_RPC_TIMEOUT` and the running code has no deadline; 0 for no limit.
+                In a block of `deadline(None)`, 0 is returned instead.
 
         Returns:
             Seconds; 0 for no limit.
@@ -1016,10 +1077,12 @@ class Caller:
         return timeout if timeout != UNSET_RPC_TIMEOUT else default
 
     def _connect(self, peer: Peer, function: Callee, timeout: float) -> ClientConnection:
-        """Opens the connection to a worker and returns it. Waits at most `timeout` seconds; 0 sets no limit here.
+        """Opens the connection to a worker and returns it. Waits at most `timeout` seconds.
 
-        `function` is for messages. Raises `RpcTimeoutError` if the timeout expired, `WorkerLostError` if the worker
-        cannot be reached, and `NotInitializedError` or `ExpelledError` if this worker was shut down or expelled.
+        If `timeout` is 0 or greater than `CONNECT_TIMEOUT_S`, waits at most `CONNECT_TIMEOUT_S` seconds. `function` is
+        for messages. Raises `RpcTimeoutError` if `timeout` expired. Raises `WorkerLostError` if the worker cannot be
+        reached, or not within `CONNECT_TIMEOUT_S`. Raises `NotInitializedError` or `ExpelledError` if this worker was
+        shut down or expelled.
         """
         began = monotonic()
         try:
@@ -1038,10 +1101,11 @@ class Caller:
             raise
 
     def _find(self, to: To) -> Peer:
-        """Returns the worker that `to` names, also if it is gone and still remembered.
+        """Returns the worker that `to` names.
 
-        Raises `UnknownWorkerError` if there is no such worker, `UsageError` if `to` has a wrong type, and
-        `NotInitializedError` or `ExpelledError` if this worker was shut down or expelled.
+        For some time after a worker has left or was lost, it is returned all the same. Raises `UnknownWorkerError` if
+        there is no such worker, `UsageError` if `to` has a wrong type, and `NotInitializedError` or `ExpelledError` if
+        this worker was shut down or expelled.
         """
         if self._peers.closed is not None:
             raise self._peers.closed
@@ -1053,8 +1117,8 @@ class Caller:
     def refusal(self, to: object) -> RpcError:
         """Returns the error of a call to `to`, a name, rank or `WorkerInfo` of which no worker was found.
 
-        That is `UnknownWorkerError`, or the error of every call if this worker was shut down or expelled. Raises
-        `UsageError` if `to` has a wrong type.
+        That is `UnknownWorkerError`. If this worker was shut down or expelled, it is `NotInitializedError` or
+        `ExpelledError`. Otherwise raises `UsageError` if `to` has a wrong type.
         """
         if self._peers.closed is not None:
             return self._peers.closed
@@ -1065,7 +1129,10 @@ class Caller:
 
 
 def too_large(function: Callee, worker: str, excess: str) -> UsageError:
-    """Returns the error of a call that is larger than its callee accepts. `excess` is what `excess_of` returned."""
+    """Returns the error of a call of `function` that is larger than the worker named `worker` accepts.
+
+    `excess` is text for the message that says what is too large, as `excess_of` returns it.
+    """
     return UsageError(
         f"the call of `{callable_name(function)}` was not sent to worker {worker!r}: it has {excess}. Send it in "
         "several calls, or start that worker with a larger limit"
@@ -1079,17 +1146,20 @@ _NO_BUFFERS: list[memoryview] = []
 
 
 def _keep_until_answered(future: PendingCall | UnsentCall, handle: Handle) -> None:
-    """Keeps a handle alive until a call on its value, `future`, is complete; not at all if it is complete already."""
+    """Keeps `handle` alive until `future`, a call on the value of the handle, is complete.
+
+    Does nothing if the future is complete already.
+    """
     future.keeps = handle
     if future._state:  # settled already, perhaps before `keeps` was set
         future.keeps = None
 
 
 def _outcome_of(creation: PendingCall) -> Any:
-    """Returns the value in the reply to a call of `remote`; `KEPT` if the value must be requested from the owner.
+    """Returns the value in the reply to a call of `remote`. Raises the error of the function if it failed.
 
-    Raises the error of the function if it failed. `creation`, the future of that call, must be complete. `KEPT` also if
-    the connection was lost before the reply came.
+    `creation` is the future of the call, and must be complete. Returns the constant `KEPT` if the reply has no value,
+    or if the connection was lost before the reply came. Then the value must be requested from the owner.
     """
     reply = creation._reply
     if reply is not None:

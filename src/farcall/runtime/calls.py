@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class PendingCall(Future[Any]):
-    """The future of a call that this worker has made. A thread that waits for it reads replies from its connection.
+    """The future of a call that this worker has made. A thread that waits for it reads replies from `connection`.
 
     Args:
         connection: The connection on which the call is sent.
@@ -71,11 +71,13 @@ class PendingCall(Future[Any]):
         """Callbacks for the thread that waits for this call. It runs them after it has stopped reading the link."""
 
     def wait(self) -> Any:
-        """Waits until the call is done, has failed or has timed out, and returns its result.
+        """Waits until the call has succeeded or failed. Then returns its result, or raises its error.
 
         Raises:
             RpcTimeoutError: The timeout of the call expired.
             WorkerLostError: The connection to the callee was lost.
+            CallCancelledError: The call was cancelled.
+            CancelledError: The function that waits was itself cancelled, or its time is over.
             RpcError: This worker was shut down or expelled.
             Exception: The error that the function raised.
         """
@@ -94,14 +96,18 @@ class PendingCall(Future[Any]):
         return self._value
 
     def cancel_alone(self) -> bool:
-        """Cancels the call, tells the callee with a CANCEL frame, and returns True. The future then fails.
+        """Cancels this one call, tells the callee with a CANCEL frame, and returns True.
 
-        Its error is `CallCancelledError`. Returns False if the call is done, or if another thread is cancelling it.
+        The future then fails with `CallCancelledError`. Returns False if the call is done, or if another thread is
+        cancelling it.
         """
         return self.connection.cancel(self)
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
-        """Raises `RuntimeError`, because only the reply or the end of the connection may settle a call."""
+        """Always raises `RuntimeError`: a program may not call `set_result` or `set_exception` of this future.
+
+        Only farcall itself completes the future of a call. All parameters are ignored.
+        """
         raise settled_by_call_alone(self)
 
     def mark_failure_seen(self) -> None:
@@ -134,7 +140,7 @@ class PendingCall(Future[Any]):
 
 
 def settled_by_call_alone(call: Future[Any]) -> RuntimeError:
-    """Returns the error for a program that tries to settle the future of a call by hand."""
+    """Returns the error to raise if a program calls `set_result` or `set_exception` of `call`, the future of a call."""
     return RuntimeError(f"{call!r} is settled by its call alone; make a Future() of your own to settle by hand")
 
 
@@ -146,7 +152,7 @@ def timeout_error(
     Args:
         worker: The name of the callee.
         function: The function or the name of the method, for the message.
-        seconds: The timeout.
+        seconds: The timeout that has expired, for the message.
         started: Whether the function had started; None if that is not known.
     """
     state = {
@@ -191,22 +197,21 @@ class KeptCall(PendingCall):
 
 
 class KeptCreation:
-    """A call made by `remote` as a member of a scope, so that it is cancelled together with the scope.
+    """A call made by `remote`, in the form in which a scope holds it. A scope is a set of calls cancelled together.
 
-    To cancel it is to ask the owner to stop the function. The owner then puts an error in the place of the value. The
-    `KeptCall` itself stays pending until its reply arrives, because the reply is also the acknowledgement.
+    `cancel` asks the owner to stop the function. The owner then puts an error in the place of the value. The future
+    `call` stays pending until its reply arrives, because the reply is also the acknowledgement.
 
     Args:
         store: The reference store of this worker.
-        call: The call.
-        reference: The reference of its result.
+        call: The future of the call. None if there was no connection when the call was made: such a call has no future.
+        reference: The reference of the call's result.
         fork: The fork of `reference` that this worker holds.
     """
 
     __slots__ = ("_call", "_connection", "_fork", "_reference", "_store")
 
     def __init__(self, store: ReferenceStore, call: KeptCall | None, reference: RRefId, fork: ForkId) -> None:
-        """Creates the member. `call` is None if the call waits for a connection, so that no reply belongs to it."""
         self._store = store
         self._call = ref(call) if call is not None else None
         self._connection = call.connection if call is not None else None
@@ -214,7 +219,10 @@ class KeptCreation:
         self._fork = fork
 
     def done(self) -> bool:
-        """Returns whether the owner has replied. False if it is not known: there was no connection, or it was lost."""
+        """Returns True if the owner is known to have replied.
+
+        Returns False if the owner has not replied, if `call` is None, or if the connection of the call was lost.
+        """
         if self._call is None or self._connection is None or self._connection.is_lost():
             return False
         call = self._call()
@@ -308,7 +316,10 @@ class Reply:
         return wrapped
 
     def describe(self) -> str:
-        """Returns the warning that is logged if the program never looks at this failure. Runs no code of users."""
+        """Returns the warning that is logged if the program never looks at the failure in this reply.
+
+        Must be called only if `is_failure` is True. Runs no code of users.
+        """
         return (
             f"nobody looked at the failure of `{callable_name(self._function)}` on worker {self._worker!r}: "
             f"{describe_failure(self._payload)}"

@@ -180,7 +180,7 @@ class ClientConnection:
         Args:
             function: The function or the name of the method, for error messages.
             callee: The function or method to call, as encoded in a frame (`protocol.frames`).
-            payload: The pickled arguments; empty for none.
+            payload: The pickled arguments; empty for none. Their size is not compared with `peer_limits` here.
             buffers: The buffers of the arguments; may be empty. The link empties the list.
             timeout: How many seconds the call may take; 0 for no limit.
             spent: How many seconds of `timeout` have passed already, for example for connecting.
@@ -205,7 +205,9 @@ class ClientConnection:
         return future
 
     def new_call(self, function: Callable[..., Any] | str, timeout: float, spent: float = 0.0) -> PendingCall:
-        """Adds a new call to `pending` and returns its future. The caller must send the call with `send_call`.
+        """Adds a new call to `pending`, the calls that wait for a reply, and returns its future.
+
+        The caller must send the call with `send_call`.
 
         Args:
             function: The function or the name of the method, for error messages.
@@ -222,9 +224,10 @@ class ClientConnection:
         return future
 
     def new_kept_call(self, function: Callable[..., Any] | str) -> KeptCall:
-        """Adds a new call of `remote` to `pending` and returns its future. The caller must send the call.
+        """Adds a new call made by `remote` to `pending`, the calls that wait for a reply, and returns its future.
 
-        The call has no timeout, and `calls_made` does not count it. `function` is for error messages.
+        The caller must send the call. The call has no timeout, and is not counted in `calls_made`. `function` is for
+        error messages.
         """
         call_id = next(self._ids)
         self._kept_calls_made += 1
@@ -238,7 +241,8 @@ class ClientConnection:
     def send_call(self, future: PendingCall, frame: bytes, buffers: list[memoryview]) -> None:
         """Sends a call that `new_call` or `new_kept_call` has created. Does not wait for the reply.
 
-        If sending fails, the connection ends, and the call fails with `WorkerLostError`. While more than
+        If sending fails, the connection ends, and a call of `new_call` fails with `WorkerLostError`. A call of
+        `new_kept_call` gets the result `KEPT` then: it is sent again on the next connection. While more than
         `MAX_BACKLOG_BYTES` wait to be sent, this waits, at most until the call times out.
 
         Args:
@@ -281,7 +285,7 @@ class ClientConnection:
             self._lose_after_last_frames(f"sending to it failed: {error}")
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float) -> list[memoryview]:
-        """Sends a frame that may have to be sent again, and returns copies of its buffers for that.
+        """Sends a frame that may have to be sent again later. Returns copies of its buffers, to be sent then.
 
         The program may change the original buffers afterwards. If sending fails, the connection ends, and the copies
         are returned all the same. While more than `MAX_BACKLOG_BYTES` wait to be sent, this waits.
@@ -307,9 +311,9 @@ class ClientConnection:
     def _hold_back(self, deadline: float) -> None:
         """Waits while more than `MAX_BACKLOG_BYTES` wait to be sent and the connection has not ended.
 
-        Stops at `deadline`, a time of the monotonic clock. Replies are read meanwhile, because the other end may not
-        read requests until its replies are read. Does not wait on the thread of an event loop: the leader of the
-        executor sends what is queued, and a program that awaits its calls is held back by that.
+        Stops at `deadline`, a time of the monotonic clock; `FOREVER` for no limit. Replies are read meanwhile, because
+        the other end may not read requests until its replies are read. Returns at once on the thread of an event loop,
+        and wherever else a thread must not sleep (`must_not_sleep`).
         """
         if self.link.backlog <= MAX_BACKLOG_BYTES or must_not_sleep():
             return
@@ -333,9 +337,10 @@ class ClientConnection:
         Args:
             future: A call of this connection.
             deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
-            scope: The scope that ends the wait when it is cancelled. None for the current scope of this thread, if it
-                has one.
-            waker: The member of `scope` that wakes this thread when `scope` is cancelled. None if `scope` is None.
+            scope: The wait ends when this scope is cancelled. A scope is a function that runs for another worker, or a
+                block of `deadline` or `detached`. None for the scope in which this thread runs, if there is one.
+            waker: The result of `scope.add_waker`. It wakes this thread when `scope` is cancelled. None if `scope` is
+                None.
 
         Raises:
             UsageError: A signal handler or finalizer called this while its own thread was processing a reply.
@@ -394,9 +399,10 @@ class ClientConnection:
     def _wait_in_scope(self, future: PendingCall, deadline: float, scope: Scope) -> None:
         """Waits until a call is settled, the deadline has passed, the connection has ended, or `scope` is over.
 
-        `deadline` is a time of the monotonic clock; `FOREVER` for no limit. If `scope` is over first, raises
-        `CancelledError`, or `RpcTimeoutError` if it is a `deadline` block. Does not return or raise the outcome of the
-        call.
+        `scope` is the function, or block of `deadline` or `detached`, that this thread is in. It is over when it was
+        cancelled or its time has passed. Then this raises `RpcTimeoutError` if the time of a `deadline` block has
+        passed, else `CancelledError`. `deadline` is a time of the monotonic clock; `FOREVER` for no limit. The outcome
+        of the call is neither returned nor raised.
         """
         until = scope.limit_wait(deadline)
         waker = scope.add_waker(partial(self._wake_reader_of, future))
@@ -418,11 +424,11 @@ class ClientConnection:
         return self._lost is not None or monotonic() >= deadline or (scope is not None and scope.is_cancelled)
 
     def _after_wait(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> None:
-        """Called by `wait` at its end, with the same arguments. Runs the callbacks that were left to this thread.
+        """Called at the end of `wait`, with the arguments of `wait`. Runs the callbacks in `future.due`, if any.
 
-        If there are none, the call is not settled, and `deadline` has not passed, waits again. If the call has timed
-        out, `_expire` is called before that. Raises `CancelledError` if the call is not settled and `scope` is
-        cancelled.
+        If there are none and the call is not settled, raises `CancelledError` if `scope` is cancelled. If `scope` is
+        not cancelled, the connection has not ended and `deadline` has not passed, calls `wait` again. If the deadline
+        of the call itself has passed, calls `_expire` before that. In all other cases does nothing.
         """
         if future.due is not None:
             due, future.due = future.due, None
@@ -437,9 +443,10 @@ class ClientConnection:
                 self.wait(future, deadline, scope, waker)
 
     def _check_nested_wait(self) -> None:
-        """Raises `UsageError` if a signal handler or finalizer has interrupted this thread while it processed frames.
+        """Called if a signal handler or finalizer waits for a call on the thread that reads the link.
 
-        Then the frames after the current one cannot be read. Does nothing if the thread was waiting on the link.
+        Raises `UsageError` if the thread was interrupted while it processed a frame, because it cannot read further
+        frames before that is done. Does nothing if the thread was interrupted while it waited on the link.
         """
         if self._awaited is None:
             raise UsageError(
@@ -448,7 +455,11 @@ class ClientConnection:
             )
 
     def _wait_interrupted(self, future: PendingCall) -> None:
-        """Leaves the reply and the callbacks of a call to other threads, after an exception has ended the wait."""
+        """Called when an exception has ended a wait for the call `future`.
+
+        Makes another thread read the reply, if the call is not settled. Runs the callbacks in `future.due`, if any, in
+        the executor.
+        """
         if not future._state:
             self.drive_in_background_later()  # perhaps no thread reads its reply now
         future.watch(PendingCall.mark_failure_seen, waker=True, attended=True)
@@ -483,7 +494,7 @@ class ClientConnection:
             self._awaited = None
 
     def _wake_reader_of(self, future: PendingCall) -> None:
-        """Wakes the thread that reads the link, if it waits for this call. It then checks whether its wait is over.
+        """Wakes the thread that reads the link, if that thread waits for this call, to check whether its wait is over.
 
         To be called after the call was settled or a scope was cancelled.
         """
@@ -493,8 +504,15 @@ class ClientConnection:
     def _sleep(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> bool:
         """Sleeps until a call is settled, this thread is woken to read the link, or the wait must end.
 
-        Returns False if the call is not settled and the deadline has passed or the scope is over, else True. `deadline`
-        is a time of the monotonic clock; `FOREVER` for no limit.
+        Returns False if the wait must end without a settled call: the connection has ended, the deadline has passed, or
+        `scope` is cancelled. Otherwise returns True. Then the caller must check whether the call is settled, and go on
+        with the wait if it is not.
+
+        Args:
+            future: The call.
+            deadline: A time of the monotonic clock; `FOREVER` for no limit.
+            scope: What can cancel the wait; None for nothing.
+            waker: The member of `scope` that wakes this thread when `scope` is cancelled. None if `scope` is None.
         """
         gate = Gate()
         self._sleepers[gate] = None
@@ -555,8 +573,10 @@ class ClientConnection:
     def _wake_successor(self) -> None:
         """Makes sure that some thread reads the link.
 
-        Wakes a thread that sleeps in `_sleep`. If there is none and replies are expected, the leader of the executor
-        reads: at once if a pending call has a callback, else later. Does nothing if a woken thread is about to read.
+        Does nothing if a thread was woken for that before, and has not begun to read yet. Otherwise wakes a thread that
+        sleeps in `_sleep`. If there is none and replies or acknowledgements are expected, makes the leader read: the
+        thread of the executor that reads requests. It reads from now on if `drive_in_background` was called and calls
+        are pending, and otherwise as `drive_in_background_later` says.
         """
         while self._successor is None and (sleepers := list(self._sleepers)):
             gate = sleepers[-1]
@@ -637,16 +657,18 @@ class ClientConnection:
             raise
 
     def _complete_failed(self, future: PendingCall | None, error: BaseException) -> None:
-        """Called when processing a frame has raised `error`. Makes its call pending again, unless that is settled.
+        """Called when processing a frame has raised `error`. Puts `future` back into `pending`, unless it is settled.
 
-        Ends the connection, because later frames are lost. If `error` is a `ConnectionError`, the caller must do that.
+        Then ends the connection, because the frames that follow are lost. Does not end it if `error` is a
+        `ConnectionError`: the caller must do that.
 
         Args:
-            future: The call of the frame; None if the frame belongs to none.
+            future: The call that the frame is a reply to; None if there is none.
             error: The exception.
 
         Raises:
-            ProtocolError: `error` is a `struct.error`: the frame is too short.
+            ProtocolError: `error` is a `struct.error`, which means that the frame is too short. Then nothing else is
+                done.
         """
         if isinstance(error, struct.error):
             raise ProtocolError("a frame came that is too short") from None
@@ -669,7 +691,7 @@ class ClientConnection:
             handles: The handles of the references in the frame; may be empty.
 
         Raises:
-            ProtocolError: The callee has kept the result, although the call was not made by `remote`.
+            ProtocolError: The reply says that the result stays at the callee, but the call was not made by `remote`.
         """
         future.keeps = None
         is_kept = type(future) is KeptCall
@@ -699,8 +721,9 @@ class ClientConnection:
     def _receive_late(self, call_id: int, flags: int) -> None:
         """Processes the reply to a call that has timed out or was cancelled.
 
-        A call that has timed out may still wait to hear whether its function had started. Then it fails now, with an
-        `RpcTimeoutError` that says whether it had. Otherwise the reply is discarded.
+        When a call times out, the callee is usually asked whether the function had started. If the call still waits for
+        that answer, it fails now. Its `RpcTimeoutError` says whether the function had started, as read from `flags`.
+        Otherwise the reply is discarded. `call_id` is the id of the call, and may be unknown.
         """
         self._late.discard(call_id)
         future = self._expiring.get(call_id)
@@ -709,10 +732,12 @@ class ClientConnection:
             self.fail(future, future.timeout_error(has_started))
 
     def _open_reply(self, flags: int, frame: bytes, call_id: int) -> tuple[Any, int]:
-        """Returns the handles of the references in a reply, and the offset of its payload. Stores its annotations.
+        """Returns the handles of the references in a reply, and the offset of its payload in `frame`.
 
-        The handles are an empty sequence if the reply has no references. Raises `ProtocolError` if the references or
-        annotations cannot be read.
+        The handles are an empty sequence if the reply has no references. If the call with the id `call_id` has
+        interceptors, they get the annotations of the reply in `ClientCall.reply_annotations`. Otherwise the annotations
+        are dropped. `flags` say whether the reply has references and annotations. Raises `ProtocolError` if these
+        cannot be read.
         """
         at = HEADER_SIZE
         handles: Any = ()
@@ -727,7 +752,7 @@ class ClientConnection:
         return handles, at
 
     def _receive_message(self, kind: int, frame: bytes) -> None:
-        """Processes a frame that is not a reply: a control message or gossip.
+        """Processes a frame that is not a reply: a control message, or gossip (a message about the group).
 
         Raises `ProtocolError` if the frame is of another kind, or cannot be read.
         """
@@ -748,7 +773,11 @@ class ClientConnection:
     # Reading while no thread waits
 
     def drive_in_background(self) -> None:
-        """Makes the leader of the executor read the link from now on, unless another thread reads it. Does not wait."""
+        """Makes the leader, the thread of the executor that reads requests, read the link as well. Does not wait.
+
+        If other threads read the link now, the leader begins when none of them reads any more, if calls are pending
+        then.
+        """
         self._must_read_in_background = True
         if self._role:
             self._watch()
@@ -756,15 +785,19 @@ class ClientConnection:
     def drive_in_background_later(self) -> None:
         """Makes the leader of the executor read the link if no thread does after `UNATTENDED_S` seconds. Does not wait.
 
-        While more calls are being sent, the leader starts later, at most after `_MAX_UNATTENDED_S` seconds. Nothing
-        happens if no reply or acknowledgement is expected then.
+        The leader is the thread of the executor that reads requests. While more calls are being sent, it begins later,
+        after about `_MAX_UNATTENDED_S` seconds at most. It does not begin if no reply or acknowledgement is expected
+        then.
         """
         if not self._unattended_since:
             self._unattended_since = now = monotonic()
             self._schedule(now + self._look_interval_s, self._look_unattended)
 
     def expect_acknowledgement(self) -> None:
-        """Notes that the peer will acknowledge a control message, and makes the leader of the executor read it."""
+        """Notes that the peer will acknowledge a control message. Does not wait.
+
+        If no other thread reads the link soon, a thread of the executor reads the acknowledgement.
+        """
         self._expects_acknowledgement = True
         self.drive_in_background_later()
 
@@ -788,9 +821,11 @@ class ClientConnection:
         self._timers.schedule(when, call)
 
     def _look_unattended(self) -> None:
-        """Called by the timers: makes the leader read the link if replies are expected and no other thread reads them.
+        """Called by the timers. Makes the leader of the executor read the link, if no other thread does.
 
-        Schedules itself again while another thread reads, or while more calls are being sent.
+        The leader is the thread of the executor that reads requests. If another thread reads the link, or more calls
+        are being sent, schedules itself again instead. Does nothing if no reply or acknowledgement is expected, the
+        leader reads already, or the connection has ended.
         """
         since, self._unattended_since = self._unattended_since, 0.0
         if self._lost is not None or not self._awaits_reply() or self._is_watched:
@@ -819,9 +854,9 @@ class ClientConnection:
         return self._expects_acknowledgement
 
     def _watch(self) -> None:
-        """Makes the leader of the executor read the link.
+        """Makes the leader, the thread of the executor that reads requests, read the link as well.
 
-        Does nothing if it does already, or the connection has ended.
+        Does nothing if the leader reads the link already, or the connection has ended.
         """
         if not self._is_watched and self._lost is None:
             self._is_watched = True
@@ -833,7 +868,8 @@ class ClientConnection:
     def _read_in_background(self) -> None:
         """Called by the leader of the executor: reads and processes the frames that have arrived.
 
-        The leader stops reading this link if another thread reads or waits to read it, or if nothing more is expected.
+        The leader is the thread of the executor that reads requests. It stops reading this link if another thread reads
+        the link or sleeps until it may read, or if no reply or acknowledgement is expected any more.
         """
         if not self._take_role():
             self._unwatch()
@@ -854,9 +890,10 @@ class ClientConnection:
             self._after_reading()
 
     def _unwatch(self) -> None:
-        """Makes the leader of the executor stop reading the link.
+        """Makes the leader, the thread of the executor that reads requests, stop reading the link.
 
-        It still notices when the other end closes the link.
+        The leader still calls `_on_hang_up` when the other end closes the link. Does nothing if the leader does not
+        read the link.
         """
         if self._is_watched:
             self._is_watched = False
@@ -866,9 +903,10 @@ class ClientConnection:
                 pass  # another thread is closing it
 
     def _on_hang_up(self) -> None:
-        """Called by the leader when the other end has closed the link. Reads the last frames, and ends the connection.
+        """Called by the poller if the other end seems to have closed the link: checks that, and ends the connection.
 
-        If another thread reads the link, that thread does so instead.
+        Processes the last frames before that. If another thread reads the link, that thread does both instead. Does
+        nothing if the other end has not closed the link, or the link is closed here already.
         """
         try:
             if not self.link.has_hung_up():
@@ -888,7 +926,7 @@ class ClientConnection:
     def _note_deadline(self, deadline: float) -> None:
         """Schedules `_expire_calls` for `deadline`, a time of the monotonic clock.
 
-        It must be earlier than the deadlines of all other pending calls.
+        `deadline` must be earlier than the deadlines of all other pending calls. That is not checked.
         """
         self._first_deadline = deadline
         self._schedule(deadline, self._expire_calls)
@@ -912,8 +950,8 @@ class ClientConnection:
         """Ends a call whose deadline has passed. Normally asks the callee first whether the function had started.
 
         To ask, sends a CANCEL frame, and gives the call a new deadline a moment later. When that has passed as well,
-        the call fails with `RpcTimeoutError`. It fails at once if the connection has ended, or if callees are not told
-        how much time is left. Does nothing if the call is settled.
+        the call fails with `RpcTimeoutError`. The call fails at once, without asking, if the connection has ended or
+        this worker does not honour deadlines (`deadline_factor` is 0). Does nothing if the call is settled.
         """
         call_id = future.call_id
         self._late.add(call_id)  # before it is not pending any more: its reply may arrive at the same time
@@ -1008,8 +1046,8 @@ class ClientConnection:
     def _link_failed(self, error: ConnectionError) -> None:
         """Ends the connection, because the link has raised `error`. Pending calls fail with `WorkerLostError`.
 
-        The message says that the peer has left the group, that the peer has closed the connection, or what `error`
-        says.
+        The message of that error gives the reason: the peer has left the group, or the peer has closed the connection.
+        In all other cases the message has the text of `error`.
         """
         if self._leaving:
             self.lose(self._leaving, advice="")
@@ -1019,10 +1057,10 @@ class ClientConnection:
             self.lose("it closed the connection" if isinstance(error, ConnectionResetError) else str(error))
 
     def _lose_after_last_frames(self, reason: str) -> None:
-        """Called when sending has failed: processes the frames that the peer has sent before, and ends the connection.
+        """Called when sending has failed. Processes the frames that have arrived, and then ends the connection.
 
-        If the peer has announced in these frames that it leaves the group, that is the reason in error messages, not
-        `reason`.
+        `reason` is the reason in error messages. If the peer has announced that it leaves the group, error messages say
+        that instead. If another thread reads the link, no frames are processed here.
         """
         for _ in range(1000):
             if self._lost is not None or not self._take_role():
@@ -1057,7 +1095,8 @@ class ClientConnection:
         """Ends the connection to a peer that has left the group.
 
         Ends it at once if no call is pending. Otherwise it ends after the last replies of the peer were read, and calls
-        without a reply fail with `WorkerLostError`. `reason` is the reason in error messages.
+        without a reply fail with `WorkerLostError`. `reason` is the reason in error messages. Has no effect on a
+        connection that has ended.
         """
         self._leaving = reason
         if not self.pending:

@@ -62,7 +62,10 @@ Watcher = Callable[[MembershipChange], object]
 
 
 class PeerTable:
-    """The members of the group, and some workers that are gone. Every call looks its callee up here."""
+    """The members of the group, and workers that are gone and still remembered. Calls look up their callees here.
+
+    Its attribute `closed` is the error of every call after this worker was shut down or expelled; None before.
+    """
 
     def __init__(self) -> None:
         """Creates an empty table."""
@@ -116,7 +119,7 @@ class PeerTable:
 
 
 class ClusterOwner(Protocol):
-    """What `Cluster` needs from the agent of its worker: it is told of changes, and makes connections."""
+    """What `Cluster` needs from the agent of its worker: the agent makes connections, and is told of changes."""
 
     def connect_client(self, peer: Peer, link: Link, peer_limits: tuple[int, int]) -> ClientConnection:
         """Returns a new connection for calls to a worker.
@@ -153,8 +156,8 @@ class Cluster:
         me: This worker.
         run: The name of this run of the group. Workers of another run may not connect.
         peers: The table in which calls look up their callees. The cluster keeps it up to date.
-        heartbeat: Two times in seconds: how often heartbeats are sent, and how long a worker must be silent at
-            least before it is declared lost.
+        heartbeat: Two times in seconds: the interval between heartbeats, and the shortest silence after which a worker
+            is declared lost.
         owner: The agent, which is told of changes.
         is_open: Whether the group is open: workers may join at any time.
 
@@ -233,7 +236,8 @@ class Cluster:
     def _beat(self, now: float) -> float:
         """Sends heartbeats, and declares workers lost that were silent for too long.
 
-        Tries again to connect where that has failed. Closes connections to workers that left at least one interval ago.
+        Tries again to connect to workers if the last attempt has failed. Closes connections to workers that left at
+        least one interval ago.
 
         Args:
             now: The current time of the monotonic clock.
@@ -261,8 +265,8 @@ class Cluster:
     def refusal(self, hello: Hello) -> Refused | None:
         """Returns why a worker may not connect to this one; None if it may.
 
-        It may not if `hello` names another group or another wanted worker, if the worker is gone, or if the group is
-        fixed and the worker is not a member.
+        It may not if `hello` is for another group or is not for this worker, if the sender of `hello` has left or was
+        lost, or if the group is fixed and the sender is not a member.
 
         Args:
             hello: The first message of the worker's handshake.
@@ -292,10 +296,10 @@ class Cluster:
         self.add_member(Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses))
 
     def connection_closed(self, connection: ServerConnection) -> None:
-        """Called when a connection from another worker has ended. Has another thread contact the worker. Does not wait.
+        """Called when a connection from another worker has ended: tries to connect to that worker. Does not wait.
 
-        If nothing listens at the worker's address any more, the worker is declared lost. Does nothing if the handshake
-        of the connection had not succeeded.
+        Another thread connects. If nothing listens at the worker's address any more, the worker is declared lost. Does
+        nothing if the handshake of the connection had not succeeded.
         """
         if connection.is_admitted():
             if self._server_connections.get(connection.number) is connection:
@@ -319,9 +323,9 @@ class Cluster:
         self._act(effects)
 
     def examine(self, worker: Worker) -> None:
-        """Has another thread contact a worker, after a connection with it has ended. Does not wait.
+        """Connects to a worker again in another thread, after a connection with it has ended. Does not wait.
 
-        The thread connects again and sends control messages again that were not acknowledged. If nothing listens at the
+        The other thread also sends all control messages again that were not acknowledged. If nothing listens at the
         worker's address, the worker is declared lost. Does nothing if the worker is gone or not known, or if this
         worker or the whole group is shutting down.
 
@@ -363,7 +367,7 @@ class Cluster:
     def _refused_as_dead(self) -> None:
         """Called when another worker says that the group has expelled this worker: tells the agent so.
 
-        Does nothing if this worker knows that, or has left.
+        Does nothing if this worker knows already that it is expelled, or has left.
         """
         if not self._membership.is_out:
             self._membership.is_out = True
@@ -442,7 +446,7 @@ class Cluster:
     def leave(self) -> None:
         """Tells all connected workers that this one leaves the group, so that they do not declare it lost. Never waits.
 
-        Closes nothing. From now on, a connection that ends is not taken for a lost worker.
+        Closes no connection. From now on, this worker does not declare a worker lost when a connection ends.
         """
         self.is_quiet = True
         with self._lock:
@@ -461,9 +465,10 @@ class Cluster:
     # Carrying out effects
 
     def _change(self, effects: Iterable[Effect]) -> None:
-        """Carries out the effects that change tables: adds and removes workers. Ignores all others.
+        """Adds and removes workers, as `effects` say, and queues these changes for the watchers.
 
-        The caller holds the lock.
+        `effects` are what the membership protocol has decided; may be empty. Effects that neither add nor remove a
+        worker are ignored. The caller holds the lock.
         """
         for effect in effects:
             if isinstance(effect, MemberJoined):
@@ -475,9 +480,11 @@ class Cluster:
                 self._note_change("left" if has_left else "lost", effect.member)
 
     def _act(self, effects: Iterable[Effect]) -> None:
-        """Carries out the effects that need no lock: sends messages, ends connections, and has watchers called.
+        """Sends messages, ends connections and tells the agent of changes, as `effects` say.
 
-        Also forgets the oldest workers that are gone if too many are remembered. The caller does not hold the lock.
+        `effects` are what the membership protocol has decided; may be empty. `_change` must be called with them first.
+        Lets the executor call the watchers if changes are queued for them. Forgets the oldest workers that are gone if
+        more than 1024 are remembered. The caller does not hold the lock.
         """
         for effect in effects:
             if isinstance(effect, SendMessage):
@@ -513,7 +520,7 @@ class Cluster:
             self._unreported_changes.append((list(self._watchers), MembershipChange(kind, info_of(member))))
 
     def _notify_watchers(self) -> None:
-        """Calls the watchers with all queued changes. Returns at once if another thread does that."""
+        """Calls the watchers with all queued changes. Returns at once if another thread is calling them."""
         while self._unreported_changes and self._notifying.acquire(blocking=False):
             try:
                 while self._unreported_changes:
@@ -544,7 +551,10 @@ class Cluster:
         self._peers.add(peer)
 
     def _remove(self, member: Member, has_left: bool) -> None:
-        """Marks a member as gone, in the tables only. `_clean_up_gone_worker` must follow, without the lock."""
+        """Marks a member as gone, in the tables only. `_clean_up_gone_worker` must follow, without the lock.
+
+        `has_left` is True if the member has left, and False if it was lost.
+        """
         fate = "has left the group" if has_left else "was lost"
         logger.info("worker %r: worker %r %s", self.me.name, member.name, fate)
         peer = self._peers.by_number[member.number]
@@ -555,7 +565,8 @@ class Cluster:
     def _clean_up_gone_worker(self, number: Worker, has_left: bool) -> None:
         """Ends the connections with a worker that is gone, fails the references that it owned, and tells the agent.
 
-        Called without the lock, because callbacks of users may run.
+        `has_left` is True if the worker has left, and False if it was lost. The last replies of a worker that has left
+        are still read. Called without the lock, because callbacks of users may run.
         """
         peer = self._peers.by_number.get(number)
         if peer is not None and has_left:

@@ -95,9 +95,10 @@ class Executor:
 
     The leader reads requests and runs them itself. The standby thread sleeps. It becomes the leader if the leader runs
     one function for too long, or if that function waits for a call of its own. The old leader finishes its function,
-    and is a follower from then on.
+    and is a follower from then on: it runs queued requests, but reads none. When none is queued, it is idle, and may
+    become the standby thread later.
 
-    It has no threads before `start`.
+    The executor has no threads before `start`.
 
     Args:
         name: The name of this worker, for the names of threads and for messages.
@@ -140,7 +141,8 @@ class Executor:
     def submit(self, job: Job) -> None:
         """Queues a job, and wakes a thread to run it if necessary. Does not wait.
 
-        After `close`, runs the job at once if `must_run` is set, and drops it otherwise.
+        Before `start`, the job stays in the queue. After `close`, runs the job at once on the calling thread if
+        `must_run` is set, and drops it otherwise.
         """
         self.ready.append(job)
         if self._is_closed:
@@ -249,9 +251,9 @@ class Executor:
                 self._threads.discard(threading.current_thread())
 
     def _retire(self) -> bool:
-        """Returns True if this idle thread should end, because there is another idle thread.
+        """Returns whether the calling idle thread should end: True if there is another idle thread.
 
-        It does not count as idle then. Returns False if it is the only idle thread.
+        If True, the calling thread does not count as idle any more. If False, it still does.
         """
         with self._lock:
             if self._idle <= 1:
@@ -384,9 +386,10 @@ class Executor:
     # A function waits for a call of its own
 
     def _before_wait(self) -> None:
-        """Called on a thread of the executor before it sleeps in a wait of farcall: gives up the lead, if it has it.
+        """Called on a thread of the executor before it sleeps in a wait of farcall.
 
-        Meanwhile the function does not count as running.
+        If the thread is the leader, it gives up the lead. The function that it runs does not count as running until
+        `_after_wait`. A wait inside of another wait changes nothing.
 
         Raises:
             UsageError: The thread is the leader and runs no job: a finalizer that wants to wait has interrupted it.
@@ -417,7 +420,8 @@ class Executor:
     def _after_wait(self) -> None:
         """Called on a thread of the executor after it has slept in a wait of farcall.
 
-        Its function counts as running again. The thread does not become the leader again.
+        The function that the thread runs counts as running again. This method does not make the thread the leader
+        again. After a wait inside of another wait, changes nothing.
         """
         state = self._state
         if state.depth > 1:
@@ -436,10 +440,10 @@ class Executor:
         Queued jobs with `must_run` are run by the calling thread, and all others are dropped. May be called twice.
 
         Args:
-            deadline: Until when to wait, as a time of the monotonic clock.
+            deadline: Until when to wait, as a time of the monotonic clock. Does not wait if it has passed.
 
         Returns:
-            The number of threads that still run then; 0 if all have ended.
+            The number of threads that still run then, without the calling thread; 0 if all have ended.
         """
         self.is_closing = True
         me = threading.current_thread()

@@ -137,7 +137,8 @@ class Handle:
         reference: The id of the reference.
         fork: The id of the fork; None if this worker owns the value.
         value: The future of the value if this worker owns it; else None.
-        made: Where the program created the handle, or which worker sent it; empty if not known.
+        made: Where the program created the handle, or which worker sent it: text, or a code object and the offset of
+            an instruction in it. Empty text if not known.
     """
 
     __slots__ = (
@@ -196,7 +197,7 @@ class Handle:
 
 
 class HandleRef(weakref.ref[Handle]):
-    """A weak reference to a handle, with the ids of the handle, which are known even after the handle is gone.
+    """A weak reference to a handle. It has the ids of the handle, also after the handle is gone.
 
     Its callback is the `append` of a queue, which runs no Python code. So no exception from a signal handler can come
     between the end of the handle and the entry in the queue.
@@ -250,16 +251,17 @@ Made = str | tuple[CodeType, int]
 
 
 def place_of_caller(whole_stack: bool, depth: int = 2) -> Made:
-    """Returns where the program is creating a handle: the first stack frame that is not farcall's own code.
+    """Returns where the program is creating a handle: the innermost stack frame that is not farcall's own code.
 
     Args:
-        whole_stack: Whether to return the whole stack, as text.
+        whole_stack: Whether to return the stack up to that stack frame, as text.
         depth: How many stack frames to skip in any case, including that of this function. `ValueError` is raised if the
             stack has fewer.
 
     Returns:
-        With `whole_stack`, text. Otherwise the code object of that stack frame and the offset of its current
-        instruction. If all stack frames are farcall's own, the text "farcall itself".
+        With `whole_stack`, the text of a traceback. Otherwise a pair: the code object of that stack frame, and the
+        offset of its current instruction. In both cases the text "farcall itself" if all stack frames are farcall's
+        own.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
@@ -325,7 +327,8 @@ def check_number(handles: int) -> None:
 def refuse_in_finalizer(lock: threading.RLock) -> None:
     """Raises `UsageError` if this thread holds `lock` already; otherwise does nothing.
 
-    A thread that holds `lock` is changing the tables of references. If it comes here, a finalizer has interrupted it.
+    A thread holds `lock` while it changes the tables of references. It calls this function meanwhile only if a
+    finalizer, such as `__del__`, has interrupted the change.
     """
     if lock._is_owned():  # type: ignore[attr-defined]
         raise UsageError(
@@ -351,14 +354,17 @@ def failed_handle(store: ReferenceStore, owner: int, new_error: Callable[[], Rpc
 
 
 def owner_lost(reference: RRefId, owner: str) -> OwnerLostError:
-    """Returns the error of a handle whose owner, the worker with the name `owner`, was lost."""
+    """Returns the error of a handle whose owner was lost.
+
+    `reference` is the reference of the handle, and `owner` the name of the owner. Both are for the message.
+    """
     return OwnerLostError(f"worker {owner!r}, who owned {reference}, was lost, and the value with it", owner)
 
 
 def expelled(reference: RRefId, worker: str) -> ExpelledError:
-    """Returns the error of a handle on a worker that was expelled.
+    """Returns the error of a handle on this worker after the group has declared this worker lost.
 
-    `worker` is the name of that worker, which is this one.
+    `reference` is the reference of the handle, and `worker` the name of this worker. Both are for the message.
     """
     return ExpelledError(
         f"worker {worker!r} (this one) was declared lost by its group, and {reference} is gone with all that it held. "
@@ -367,9 +373,9 @@ def expelled(reference: RRefId, worker: str) -> ExpelledError:
 
 
 def refused(reference: RRefId) -> ReferenceRefusedError:
-    """Returns the error of a handle that another worker passed on and that the owner has refused.
+    """Returns the error of a handle that came from another worker, and whose fork the owner refuses to count.
 
-    That worker died before the owner had counted the new fork, and the value is gone. `reference` is for the message.
+    The message says that this other worker died too early, and that the value is gone. It contains `reference`.
     """
     return ReferenceRefusedError(
         f"{reference} was passed on by a worker that died before its owner could count it; "
@@ -378,14 +384,17 @@ def refused(reference: RRefId) -> ReferenceRefusedError:
 
 
 def released(reference: RRefId, owner: str) -> ReferenceRefusedError:
-    """Returns the error of a request for a value that its owner, the worker with the name `owner`, has released."""
+    """Returns the error of a request for a value that its owner has released.
+
+    `reference` is the reference to the value, and `owner` the name of the owner. Both are for the message.
+    """
     return ReferenceRefusedError(f"worker {owner!r} does not own {reference} any more: its value was released")
 
 
 def unknown(reference: RRefId, owner: str) -> ReferenceRefusedError:
-    """Returns the error of a request for a value that the worker with the name `owner` does not have.
+    """Returns the error of a request to the worker with the name `owner` for a value that it does not have.
 
-    The message does not reveal whether the value ever existed.
+    `reference` is the reference in the request. The message does not reveal whether the value ever existed.
     """
     return ReferenceRefusedError(
         f"worker {owner!r} has no {reference} for this request: its value was released, or the request does not have "

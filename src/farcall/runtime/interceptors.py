@@ -98,15 +98,15 @@ class ServerCall:
     """A call that this worker is about to run for another. Interceptors may change its function and its arguments.
 
     Attributes:
-        caller: The worker that made the call; None for a remote call of this worker to itself.
+        caller: The worker that made the call; None if this worker has called itself with `remote`.
         function: The function, or a method that is bound to the value of a reference.
         name: The name of the function, for messages.
         args: The positional arguments.
         kwargs: The keyword arguments.
         annotations: The annotations of the call; empty if it has none.
         reply_annotations: Annotations to send with the reply; empty at first.
-        after_reply: `after_reply(function)` has a function called after the reply was sent. Errors that it raises are
-            logged.
+        after_reply: Given a function without arguments, calls it after the reply was sent. Errors that the function
+            raises are logged.
     """
 
     __slots__ = ("after_reply", "annotations", "args", "caller", "function", "kwargs", "name", "reply_annotations")
@@ -124,7 +124,7 @@ class ServerCall:
         """Creates the description of a call, without annotations of the reply. Nothing is checked.
 
         Args:
-            caller: The worker that made the call; None for a remote call of this worker to itself.
+            caller: The worker that made the call; None if this worker has called itself with `remote`.
             function: The function, or a method that is bound to the value of a reference.
             name: The name of the function, for messages.
             args: The positional arguments; may be empty.
@@ -170,8 +170,9 @@ class ServerInterceptor:
         An error that this raises is sent to the caller.
 
         Args:
-            call: The call. Its arguments may be changed before `proceed`.
-            proceed: Runs the next interceptor; the last one runs the function. Returns its result, or raises its error.
+            call: The call. Its function and its arguments may be changed before `proceed`.
+            proceed: Runs the next interceptor, or the function if there is no other interceptor. Returns the result,
+                or raises the error.
 
         Returns:
             The result of the call: what `proceed` has returned, or another value.
@@ -180,7 +181,11 @@ class ServerInterceptor:
 
 
 class InterceptorChain:
-    """The client interceptors and the server interceptors of one worker, outermost first. Empty at first."""
+    """The interceptors of one worker. There are none at first.
+
+    `client` has those for the calls that this worker makes, and `server` those for the calls that it runs for others.
+    In both, the outermost interceptor is the first.
+    """
 
     def __init__(self) -> None:
         """Creates a chain without interceptors."""
@@ -243,8 +248,8 @@ def run_server_interceptors(
 def _chain(interceptors: Sequence[Any], innermost: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a function of a call that runs all interceptors around `innermost`.
 
-    The first interceptor is the outermost. Each gets the call, and a function that runs the next one; that of the last
-    interceptor is `innermost`. Returns `innermost` itself if there are no interceptors.
+    The first interceptor is the outermost. Each gets the call, and a function that runs the next interceptor. The last
+    one gets `innermost` as this function. Returns `innermost` itself if there are no interceptors.
     """
     proceed = innermost
     for interceptor in reversed(interceptors):

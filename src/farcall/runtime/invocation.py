@@ -172,9 +172,9 @@ class Invocation(Scope):
         reference: RRefId | None = None,
         keeps: object = None,
     ) -> None:
-        """Adds what only some requests have. Must be called before `run`, if at all.
+        """Adds the parts that only some requests have. Must be called before `run`. Other requests do not need it.
 
-        With `reference`, the call can be found in `ReferenceStore.creations` from now on, and is cancelled at its
+        If `reference` is given, `ReferenceStore.creations` has this call from now on, and the timers cancel it at its
         deadline.
 
         Args:
@@ -199,8 +199,9 @@ class Invocation(Scope):
     def run(self) -> None:
         """Runs the function of the request, and sends the reply. Raises nothing: errors are sent to the caller.
 
-        If the request uses the value of a reference that does not exist yet, returns at once, and is queued again when
-        the value exists. If the function returns a coroutine or a pending future, the reply is sent when that is done.
+        A request may use the value of a reference. If that value is still pending, returns at once: the executor runs
+        the request again when the value, or an error in its place, is there. If the function returns a coroutine, or is
+        marked `async_execution` and returns a pending future, the reply is sent when the coroutine or future is done.
         """
         function: Any = None
         thread = current_scope.get()
@@ -273,10 +274,10 @@ class Invocation(Scope):
             self._fail_late()
 
     def _is_subject_there(self, subject: Value) -> bool:
-        """Returns True if the request can be run now: the value of the reference that it uses is settled.
+        """Returns whether the request can be run now: `subject`, the value that it uses, exists.
 
-        If the value is pending, has the request queued again later and returns False. If the function that should have
-        made the value has failed, sends that failure to the caller and returns False.
+        If the value is pending, returns False, and the executor runs the request again when the value, or an error in
+        its place, is there. If an error is in its place, sends that error to the caller and returns False.
         """
         if not subject._state:
             subject.watch(lambda _: self._parts.executor.submit(self), waker=True, attended=True)
@@ -308,9 +309,9 @@ class Invocation(Scope):
     def _load(self) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         """Returns the function, its positional arguments and its keyword arguments.
 
-        Some requests about a reference call no function: they ask for the value, whether it exists, or its type. Then
-        the function is None, the positional arguments are a name for messages and the answer, and there are no keyword
-        arguments.
+        Some requests about a reference call no function: they ask for the value, whether it exists, or its type. For
+        these the function is None, and there are two positional arguments: first a name that is used in messages, then
+        the answer to the request. The keyword arguments are empty.
 
         Raises:
             ProtocolError: The request has no function.
@@ -387,10 +388,10 @@ class Invocation(Scope):
             raise not_rebuilt_error(what, f"on worker {self._parts.name!r}", error.__cause__) from error.__cause__
 
     def _run_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the function inside the server interceptors, and returns its result. There may be no interceptors.
+        """Runs `function` inside the server interceptors, if there are any, and returns the result.
 
-        If `WorkerParts.function_runner` is set, runs the function that it returns in place of the given one. Raises
-        what the function or an interceptor raises.
+        If `WorkerParts.function_runner` is set, it is called with the function, and what it returns is run in place of
+        the function. Raises the errors of the function and of the interceptors.
         """
         parts = self._parts
         runner = parts.function_runner
@@ -463,10 +464,10 @@ class Invocation(Scope):
     def _finish(self, function: Callable[..., Any] | str, outcome: list[Any]) -> None:
         """Sends the reply of a function that has returned; for a call of `remote`, keeps the result. Raises nothing.
 
-        If the result cannot be sent, sends the error.
+        If the result cannot be sent, sends the error. Sends nothing if the request was answered before.
 
         Args:
-            function: The function, for error messages.
+            function: The function, or its name as a str; for error messages.
             outcome: A list with the result as its only item, which this method removes. So no stack frame of a caller
                 keeps the result alive.
         """
@@ -490,9 +491,9 @@ class Invocation(Scope):
             self._send_failure(None, error)
 
     def _claim(self) -> bool:
-        """Claims the request for this thread. Returns False if another thread has claimed it before.
+        """Claims the request for this thread. Returns True if this call has claimed it, False if it was claimed before.
 
-        Only the thread that has claimed a request may answer it, and it must do so.
+        Only the thread that got True may answer the request, and it must do so.
         """
         if self._value is not None:
             return self._parts.store.creations.pop(self._reference, None) is not None
@@ -507,9 +508,10 @@ class Invocation(Scope):
     def _pack_result(
         self, function: Callable[..., Any] | str, result: Any, connection: ServerConnection
     ) -> tuple[bytes, list[memoryview]]:
-        """Pickles a result. Returns the frame of the reply and its buffers.
+        """Pickles a result. Returns the frame of the reply to be sent on `connection`, and its buffers (may be empty).
 
-        Raises `SerializationError` if the result cannot be pickled, or is larger than the caller accepts.
+        `function` is the function, or its name as a str; for error messages. Raises `SerializationError` if the result
+        cannot be pickled, or is larger than the caller accepts.
         """
         handles: Any = ()
         plain = dumps_plain_result(result) if result is not None else (b"", [])
@@ -614,7 +616,8 @@ class Invocation(Scope):
     def _finish_later(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
         """Sends the reply of a function whose result or error was known only after `run` had returned.
 
-        `error` is None if the function has succeeded.
+        `error` is None if the function has succeeded; otherwise `result` is not used. `function` is used for error
+        messages. Raises nothing.
         """
         if error is None:
             self._finish(function, [result])
@@ -628,9 +631,9 @@ class Invocation(Scope):
     def cancel_call(self) -> bool:
         """Cancels the request, and sends no reply. Returns whether its function had started.
 
-        A function that has not started is not run. If it has, the calls that it has made are cancelled, and the
-        coroutine or future that it has returned; its result will be dropped. The calling thread must have claimed the
-        request, so that no other thread answers it.
+        A function that has not started is not run. If it has started, the calls that it has made are cancelled. So is
+        the coroutine or future that it has returned. A later result of the function is dropped. The calling thread must
+        have claimed the request, so that no other thread answers it.
         """
         self.deadline = 0.0  # so that `run` skips it
         has_started = self.has_started
@@ -642,9 +645,10 @@ class Invocation(Scope):
     def cancel(self) -> None:
         """Cancels a call of `remote`. Does nothing if its value, or an error in its place, is there already.
 
-        A function that has not started is not run. If it has, the calls that it has made are cancelled. An error takes
-        the place of the value: `RpcTimeoutError` if the deadline has passed, otherwise `CallCancelledError`. Runs no
-        user code in this thread. Does nothing if `WorkerParts.honours_deadlines` is False.
+        A function that has not started is not run. If it has started, the calls that it has made are cancelled. An
+        error takes the place of the value: `RpcTimeoutError` if the deadline has passed, otherwise
+        `CallCancelledError`. Runs no user code in this thread. Does nothing if `WorkerParts.honours_deadlines` is
+        False. Must not be used for calls that `remote` did not make; this is not checked.
         """
         if self._parts.honours_deadlines and self._claim():
             if self._connection is not None:
@@ -657,8 +661,9 @@ class Invocation(Scope):
     def note_over(self) -> None:
         """Called when the function learns that it is cancelled or that its deadline has passed: cancels the call.
 
-        The caller gets a reply at once, even if the function goes on. A later result of the function is dropped. Does
-        nothing if the call was cancelled or answered before.
+        The caller is sent a failure, even if the function goes on. For a call of `remote`, an error also takes
+        the place of the value. A later result of the function is dropped. Does nothing if the call was cancelled or
+        answered before, or if it is a call of `remote` and `WorkerParts.honours_deadlines` is False.
         """
         if self.is_cancelled:
             return
@@ -717,7 +722,10 @@ class Invocation(Scope):
     # For messages
 
     def _name(self) -> str:
-        """Returns the name of the callee in the request, for messages. The function need not exist."""
+        """Returns the name of the callee in the request, for messages; a description if it has no name.
+
+        The function need not exist.
+        """
         callee = self._callee
         name = callee[1 + HANDLE_SIZE :] if self._subject is not None else callee
         text = quoted(name.decode(errors="replace").replace("\0", "."))
@@ -767,7 +775,7 @@ def _is_cancellation(error: BaseException) -> bool:
 
 
 def _answer(kind: bytes, value: Any) -> tuple[str, Any]:
-    """Returns a name for messages and the answer, for a request that uses a value but calls nothing.
+    """Answers a request that uses a value but calls nothing. Returns a pair: a name that messages use, and the answer.
 
     Args:
         kind: What the request asks for (`protocol.frames`). VALUE is answered with the value, PRESENCE with None, TYPE

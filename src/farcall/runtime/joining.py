@@ -40,11 +40,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class GroupEntry:
-    """Joins the group for one worker, and leaves it.
+    """Joins the group for one worker, and leaves it. Does nothing before `join` is called.
 
     In an open group, also makes sure that some worker hosts the store.
-
-    Nothing happens before `join`, which joins the group.
 
     Args:
         rendezvous: Where the workers of the group find each other, and the store behind it.
@@ -75,10 +73,12 @@ class GroupEntry:
         """Joins the group. In a fixed group, waits until all workers have joined.
 
         Args:
-            timeout: How many seconds to wait. With 0, a fixed group must be complete already.
+            timeout: How many seconds to wait. With 0, a fixed group must be complete already, and in an open group the
+                name must be free already.
 
         Returns:
-            This worker, and the members of the group.
+            This worker, and the list of all members, this worker included. In an open group, entries of members that
+            cannot be decoded are left out, with a warning in the log.
 
         Raises:
             RendezvousTimeoutError: The timeout expired.
@@ -132,9 +132,10 @@ class GroupEntry:
         removed from the store. Only the two members with the lowest numbers do that. Does nothing in a fixed group,
         before `attach`, and after this worker has left or was expelled.
 
-        There are two reasons why only the store may know a worker. The worker may have died while it joined. Once it is
-        a member, the heartbeats notice that, and its name becomes free. Or the worker joined while this one was
-        stopped. Then it can tell this one that the group has expelled it.
+        The store may know a worker that is not a member here for two reasons. The first: the worker died while it
+        joined. It is added, the heartbeats then find it lost, and its name becomes free. The second: this worker was
+        stopped when the other one joined. The other one can then tell this worker that the group has expelled this
+        worker.
 
         Args:
             now: The current time of the monotonic clock.
@@ -167,10 +168,12 @@ class GroupEntry:
     def member_gone(self, number: Worker, left: bool) -> None:
         """Called when a worker is not in the group any more: updates the store.
 
-        In an open group the store frees the name of the worker. If the worker hosted the store, another worker hosts it
-        from now on, even if the connection to the old host is still open, because the old host may be stopped. In a
-        fixed group, after a worker was lost, threads of this worker that wait in the store for other workers get a
-        `RendezvousError`. If the lost worker hosted the store, every request to the store fails.
+        In an open group, the store frees the name of the worker. If the worker hosted the store, another member hosts
+        it from now on.
+
+        In a fixed group, does nothing if the worker has left. If it was lost and hosted the store, every request to the
+        store fails from now on. If it was lost and did not host the store, threads of this process that wait in the
+        store for other workers get a `RendezvousError`, unless the group is shutting down.
 
         Args:
             number: The number of the worker.
@@ -208,7 +211,10 @@ class GroupEntry:
         return self._number in sorted(group.members())[:_REPORTERS]
 
     def _store_lost(self) -> None:
-        """Called when the connection to the store is lost: has another thread make sure that some member hosts it."""
+        """Called when the connection to the store is lost: another thread makes sure that some member hosts the store.
+
+        Does nothing before `attach`, and after this worker has left or was expelled.
+        """
         if self._executor is not None and not self._over.is_set():
             self._executor.run_aside(self._host_again)
 
@@ -232,8 +238,8 @@ class GroupEntry:
     def expelled(self) -> None:
         """Called when this worker was expelled from an open group. Does nothing in a fixed group.
 
-        Stops hosting the store, in another thread. Also makes sure that this worker does not enter itself into a store
-        that is started later.
+        If this worker hosts the store, another thread ends the store. This worker does not host it again, and does not
+        enter itself into a store that is started later.
         """
         if self.is_open:
             from farcall.rendezvous import forget_own_entries, stop_hosting

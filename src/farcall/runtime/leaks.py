@@ -23,10 +23,10 @@ class OwnedReference:
         reference: The id of the reference, as text.
         type: The name of the value's type; empty if the value does not exist yet. If there is an error in place of the
             value, text that says so.
-        handles: The number of handles on this worker.
+        handles: How many handles of the reference exist on this worker; may be 0.
         holders: The names of the other workers that hold the reference, once for each fork; may be empty.
-        created_at: The source line or the stack where it was created here; else the worker whose remote call created
-            it.
+        created_at: The source line or the stack where this worker created the reference. If another worker created it
+            with a remote call, text that names that worker.
     """
 
     reference: str
@@ -49,9 +49,9 @@ class HeldReference:
         reference: The id of the reference, as text.
         owner: The name of the owner.
         confirmed: Whether the owner counts this fork.
-        pending: The names of the workers to which this worker has passed the reference on, and which the owner does not
-            count yet. Once for each fork; may be empty.
-        dropped: Whether the program has dropped its handle. The fork stays until the owner counts those in `pending`.
+        pending: This worker has passed the reference on to these workers, but the owner does not count their forks yet.
+            A name occurs once for each fork; may be empty.
+        dropped: Whether the program has dropped its handle. This fork stays until the owner counts those in `pending`.
         created_at: The source line or the stack where the handle was created; else the worker that sent it. Empty if
             the handle is gone.
     """
@@ -91,8 +91,8 @@ class Inventory:
     def report(self) -> str:
         """Returns text for a log, in a few lines.
 
-        Lists all references if there are at most `MOST_REPORTED`, else the places where most were created. If there are
-        no references, the text says so.
+        If there are at most `MOST_REPORTED` references (10), lists all of them. If there are more, lists the places
+        where most of them were created. If there are none, says that 0 are owned and 0 are held.
         """
         if len(self.owned) + len(self.held) <= MOST_REPORTED:
             return str(self)
@@ -135,8 +135,8 @@ def take_inventory(
     Args:
         references: The reference counts of the worker.
         values: The values that the worker owns, by reference.
-        origins: Where the worker has created references of its own values, by reference. References that other workers
-            have created with `remote` are missing.
+        origins: The places where the worker itself has created references to values that it owns, by reference. A
+            reference that is missing here was created by another worker with `remote`.
         handle_of: Returns the handle of a fork; None if the program has dropped it.
         name_of: Returns the name of a worker, given its number.
     """
@@ -169,16 +169,16 @@ def take_inventory(
 
 
 def count_references(references: ReferenceCounts, values_to_come: Set[RRefId]) -> dict[str, str]:
-    """Returns some numbers of references as text, by the names that torch uses.
+    """Counts the references of a worker. Returns four numbers as text, under the names that torch has for them.
 
     Args:
-        references: The reference counts of a worker.
-        values_to_come: The references whose value the worker owns and that is still pending.
+        references: The reference counts of the worker.
+        values_to_come: The references that the worker owns and whose values do not exist yet; may be empty.
 
     Returns:
-        `num_owner_rrefs`: owned references that other workers hold, or whose value is pending. `num_pending_users`:
-        forks on this worker that their owner has not confirmed. `num_pending_futures`: values that are pending.
-        `num_forks`: forks on other workers of owned references.
+        `num_owner_rrefs`: the owned references that other workers hold, or that are in `values_to_come`.
+        `num_pending_users`: the forks on this worker that their owner has not confirmed. `num_pending_futures`: the
+        size of `values_to_come`. `num_forks`: the forks of owned references on other workers.
     """
     owned = sum(bool(each.forks) or reference in values_to_come for reference, each in references.owned.items())
     pending = sum(held.state is not ForkState.CONFIRMED for held in references.held.values())

@@ -28,7 +28,8 @@ _ALL_GONE: Final = -1
 class MetricsCounter:
     """Counts calls, bytes and so on for each other worker, by the names of `PeerMetrics`, and makes reports.
 
-    It keeps the numbers of connections that have ended. Connections that have not ended count themselves.
+    It keeps the numbers of connections that have ended. A connection that has not ended has its own numbers, which
+    `report` adds.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class WorkerParts:
 
     Attributes:
         name: The name of this worker.
-        poller: The poller of the executor.
+        poller: Waits for events on the links and listeners of this worker, for the executor.
         executor: Runs requests and callbacks.
         timers: Calls functions at given times.
         loop: Runs coroutines.
@@ -65,9 +65,12 @@ class WorkerParts:
 
     @property
     def current_scope(self) -> Callable[[], Scope | ServingThread | None]:
-        """A function that returns the scope of the code that calls it, or the `ServingThread` that knows this scope.
+        """A function that returns the scope of the code that calls it.
 
-        The function returns None outside of all scopes, and always if `honours_deadlines` is False.
+        A scope is a function that runs for another worker, or a block of `deadline` or `detached`. In a thread that
+        runs functions for other workers, a `ServingThread` may be returned instead. Its `find` returns the scope, or
+        None. In other threads, None is returned outside of all scopes. If `honours_deadlines` is False, the function
+        always returns None.
         """
         return current_scope.get if self.honours_deadlines else _no_scope
 

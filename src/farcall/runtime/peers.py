@@ -42,7 +42,7 @@ ONE_HOST: Final = frozenset({"unix", "memory"})
 
 
 class Peer:
-    """One worker of the group, and our connection to it, if there is one.
+    """One worker of the group, and the connection from this worker to it, if there is one.
 
     It has no connection at first. `connect` opens one.
 
@@ -50,9 +50,10 @@ class Peer:
         parts: The objects that the connections and calls of this worker share, such as its executor.
         member: The worker that the peer stands for.
         me: This worker.
-        group: The name of this run of the group. Both ends of a connection must have the same.
-        new_connection: Creates a connection, given this peer, a link with a completed handshake, and the most bytes
-            of a head and of a frame that the other end accepts.
+        group: The name of this run of the group. The other worker refuses a connection that names another run.
+        new_connection: Creates a connection. Its arguments are this peer, a link with a completed handshake, and a
+            tuple of two limits of the other end: the most bytes of a head (a frame without payload and buffers) and of
+            a whole frame.
         on_expelled: Called if the other worker says that the group has expelled this worker.
         is_over: Returns whether this worker is shut down or expelled, so that no connection is needed any more.
     """
@@ -129,12 +130,14 @@ class Peer:
     # What waits for the connection
 
     def send_when_connected(self, unsent: Unsent) -> ClientConnection | None:
-        """Has something sent as soon as there is a connection, by the thread that connects. Does not wait.
+        """Queues a call that is sent as soon as there is a connection. Does not wait.
 
-        Starts a thread that connects, if there is none yet. If connecting fails, `unsent.fail` is called.
+        Starts a thread that connects, unless one runs already. The thread calls `unsent.send` when there is a
+        connection, or `unsent.fail` if connecting fails.
 
         Returns:
-            None; the connection if there is one by now. Then nothing was queued, and the caller must send.
+            None if the call was queued. If there is a connection by now, returns the connection. Then nothing was
+            queued, and the caller must send the call.
         """
         with self._unsent_lock:
             if self.connection is not None:
@@ -147,7 +150,7 @@ class Peer:
         return None
 
     def has_unsent(self) -> bool:
-        """Returns whether something waits for the connection, or is being sent by the thread that connects for it."""
+        """Returns whether a call waits for the connection, or the thread that connects for such calls still runs."""
         return bool(self._unsent) or self._is_connecting_for_unsent
 
     def count_unsent(self) -> int:
@@ -155,7 +158,10 @@ class Peer:
         return len(self._unsent)
 
     def fail_unsent(self, error: RpcError, made_until: float = FOREVER) -> None:
-        """Fails what waits for the connection, and was made until then (a time of the monotonic clock)."""
+        """Calls `fail(error)` of each call that waits for the connection. Does nothing if there are none.
+
+        Calls that were made after `made_until`, a time of the monotonic clock, stay in the queue.
+        """
         while True:
             with self._unsent_lock:
                 if not self._unsent or self._unsent[0].made_at > made_until:
@@ -164,14 +170,21 @@ class Peer:
             unsent.fail(error)
 
     def abandon(self, error: RpcError) -> None:
-        """Called in a forked child: fails the child's copies of what waits for the connection. Runs no callbacks."""
+        """Called in a forked child: fails the child's copies of the calls that wait for the connection, with `error`.
+
+        Runs no callbacks. The calls of the parent are not affected.
+        """
         self._unsent_lock = threading.RLock()  # another thread of the parent may have held it
         queue, self._unsent = self._unsent, deque()
         for unsent in queue:
             unsent.abandon(error)
 
     def _connect_for_unsent(self) -> None:
-        """The function of the thread that connects for the queue. Ends when the queue is empty."""
+        """The function of the thread that connects for the calls in the queue. Ends when the queue is empty.
+
+        If connecting fails, `fail` is called for the calls that were queued before the attempt. Later ones get another
+        attempt, unless the worker is gone or this worker was shut down or expelled.
+        """
         while True:
             with self._unsent_lock:
                 if not self._unsent:
@@ -188,9 +201,9 @@ class Peer:
                 raise
 
     def _send_unsent(self, connection: ClientConnection) -> None:
-        """Sends what waits for the connection, in order, and makes the connection that of this peer.
+        """Sends the calls that wait for the connection, in order. Then sets `self.connection` to `connection`.
 
-        Both in this order: a call that finds the connection must not overtake one that waits for it.
+        It is set last, because a call that finds the connection must not overtake one that waits for it.
         """
         try:
             with sleepless():  # while the connection is not known, nothing would end such a wait if the worker is lost
@@ -250,11 +263,11 @@ class Peer:
     # Connecting
 
     def _open(self, deadline: float) -> tuple[Link, tuple[int, int]]:
-        """Tries the addresses of the worker in order.
+        """Tries the addresses of the worker in order, and performs the handshake.
 
-        Returns the first link that works, and the limits of the other end. The limits are the most bytes of a head and
-        of a frame; 0 for no limit. `deadline` is a time of the monotonic clock. Raises `WorkerLostError` if no address
-        works.
+        Returns the first link that works, and a tuple of two limits of the other end: the most bytes of a head (a frame
+        without payload and buffers) and of a whole frame; 0 for no limit. `deadline` is a time of the monotonic clock.
+        Raises `WorkerLostError` if no address works before `deadline`.
         """
         reasons = []
         somebody_answers = False
@@ -306,7 +319,7 @@ class Peer:
     def _reachable_addresses(self) -> list[tuple[Transport, str]]:
         """Returns the addresses that may work from this host, each with its transport, in order of preference.
 
-        The list is empty if this worker has no transport for any of them.
+        The list is empty if this worker has no transport for any of them, or if all work only on the other host.
         """
         same_host = are_on_one_host(self._member.host, self._me.host)
         return [
@@ -328,10 +341,10 @@ class Peer:
         return scheme == "tcp" and self._member.host == self._me.host and is_local(rest.rpartition(":")[0].strip("[]"))
 
     def _do_handshake(self, link: Link, deadline: float) -> tuple[int, int]:
-        """Performs the whole handshake on a new link.
+        """Performs the whole handshake on a new link, and returns two limits of the other end.
 
-        Returns the most bytes of a head and of a frame that the peer accepts. `deadline` is a time of the monotonic
-        clock.
+        The limits are the most bytes of a head (a frame without payload and buffers) and of a whole frame; 0 for no
+        limit. `deadline` is a time of the monotonic clock.
 
         Raises:
             ProtocolError: The other end does not know the secret, is another worker, or refuses the connection.
@@ -400,9 +413,12 @@ class Peer:
 
 
 class _AnotherWorkerError(PeerRefusedError):
-    """Another worker listens at the address now, or the right worker has refused the connection after its proof."""
+    """The other end has proved that it knows the secret, but it is not the wanted worker or refuses the connection."""
 
 
 def info_of(member: Member) -> WorkerInfo:
-    """Returns the `WorkerInfo` of a member. Its id is the rank; in an open group, where the rank is -1, the number."""
+    """Returns the `WorkerInfo` of a member: its name and id.
+
+    The id is the member's rank. In an open group the rank is -1, and the id is the member's number instead.
+    """
     return WorkerInfo(member.name, member.rank if member.rank >= 0 else member.number)

@@ -114,13 +114,18 @@ class Connection(Protocol):
 class UnackedKeep:
     """A call made by `remote` that its receiver has not acknowledged yet. Keeps the frame, to send it again.
 
-    It has no frame at first. `ReferenceStore.create_remote` sets `reference`, the id of the result, `fork`, the fork of
-    it that this worker holds, and `frame`.
+    `ReferenceStore.create_remote` sets `reference`, `fork` and `frame`. Before that, `frame` is empty, and `reference`
+    and `fork` do not exist.
 
     Args:
-        via: The connection on which the call is sent. When it is lost, the frame is sent again on the next one.
+        via: The connection on which the call is sent. When it is lost, the frame is sent again on the next connection.
         keeps: The handle whose method is called; None for a function. It stays alive until the call is acknowledged.
         deadline: When the value must be there, on the monotonic clock; `FOREVER` for no limit.
+
+    Attributes:
+        reference: The id of the reference to the result.
+        fork: The fork of this reference that this worker holds.
+        frame: The frame of the call.
     """
 
     __slots__ = ("buffers", "deadline", "fork", "frame", "keeps", "reference", "via")
@@ -152,8 +157,8 @@ class UnackedReferences:
 
     Args:
         carried: The references, with the fork of each that was created for the receiver.
-        via: The connection on which the call or reply was sent. When it is lost, the references are sent again, without
-            the call or reply, on the next one.
+        via: The connection on which the call or reply was sent. When it is lost, the references are sent again on the
+            next connection, without the call or reply.
     """
 
     __slots__ = ("carried", "via")
@@ -182,7 +187,7 @@ class ControlFrame(NamedTuple):
 
 
 class Outboxes:
-    """The control messages to each other worker: those that wait to be sent, and those that are not acknowledged.
+    """The control messages to all other workers: those that wait to be sent, and those that are not acknowledged.
 
     Every use must hold the lock of the reference store.
     """
@@ -220,8 +225,8 @@ class Outboxes:
     def take_frame(self, to: Worker) -> ControlFrame | None:
         """Removes messages from the outbox of a worker, and returns them as a frame with an acknowledgement.
 
-        Takes at most `MAX_MESSAGES_PER_FRAME` messages; the rest stays. Returns None if there is neither a message nor
-        an owed acknowledgement.
+        Takes at most `MAX_MESSAGES_PER_FRAME` messages; the rest stays. Returns None if there is no
+        message and no acknowledgement is owed. That is so for a worker that is gone or was never added.
         """
         messages = self.unsent.pop(to, None)
         if messages is None:
@@ -239,21 +244,23 @@ class Outboxes:
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
         """Returns everything that a worker has not acknowledged, each with its number, in order; empty if nothing.
 
-        Also empties the outbox of that worker, whose messages are in the list.
+        Also empties the worker's outbox, because the list contains the messages of the outbox. The list is empty as
+        well if the worker is gone or was never added.
         """
         self.unsent.pop(to, None)
         return self.delivery.unacknowledged(to)
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """Returns the number up to which all messages of a worker were received; 0 if none was.
+        """Returns the number up to which all messages of a worker were received; 0 if the first was not.
 
-        The caller must send it: the acknowledgement is not owed any more.
+        Returns 0 also if the worker is gone or was never added. The caller must send the number to the worker:
+        `take_frame` does not return a frame for this acknowledgement any more.
         """
         self.owed.pop(to, None)
         return self.delivery.acknowledgement(to)
 
     def awaits(self, worker: Worker) -> bool:
-        """Returns whether a worker still has to acknowledge a message, or to answer a request to count a fork.
+        """Returns whether a worker still has to acknowledge a message, or to answer a `ForkRequest`.
 
         False if the worker is gone or was never added.
         """
@@ -283,33 +290,35 @@ class OutboxSource(Protocol):
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
         """Returns everything that a worker has not acknowledged, each with its number, in order; empty if nothing.
 
-        Also empties the outbox of that worker, whose messages are in the list.
+        Also empties the worker's outbox, because the list contains the messages of the outbox.
         """
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """Returns the number up to which all messages of a worker were received; 0 if none was.
+        """Returns the number up to which all messages of a worker were received; 0 if the first was not.
 
-        The caller must send it.
+        The caller must send the number to that worker.
         """
 
 
 class OutboxSender:
-    """Sends control messages about references, and gossip, to one worker.
+    """Sends control messages about references, and gossip (changes of the membership of the group), to one worker.
 
-    Answers (`ForkAccepted`, `ForkRefused`) are sent on the connection of the worker that asked, because that worker
-    reads it. All other messages are sent on our own connection. A control message that cannot be sent stays
-    unacknowledged, and is sent again on the next connection. Gossip that cannot be sent is dropped. Connecting takes
-    time, so a separate thread does it. If nothing listens at the worker's address any more, `on_unreachable` is called.
-    If connecting fails for another reason, the next heartbeat tries again.
+    Most messages are sent on the connection that this worker has opened. A frame that has only answers (`ForkAccepted`,
+    `ForkRefused`) is sent on the connection that the other worker has opened, if there is one.
+
+    A control message that cannot be sent stays unacknowledged, and is sent again on the next connection. Gossip that
+    cannot be sent is dropped. Connecting takes time, so a separate thread does it.
+    If nothing listens at the worker's address any more, `on_unreachable` is called. If connecting fails for another
+    reason, the next heartbeat tries again.
 
     Args:
-        peer: The worker.
+        peer: The worker that gets the messages.
         source: The reference store, which has the messages.
         executor: Starts the threads that connect.
-        server_connection: Returns the worker's connection to this one; None if there is none.
+        server_connection: Returns the connection that `peer` has opened to this worker; None if there is none.
         on_unreachable: Called when nothing listens at the worker's address any more.
         gossip_slots: Limits how many connections are opened for gossip at a time; shared by the senders of this worker.
-            None for a limit of its own.
+            None for a semaphore of `MAX_GOSSIP_CONNECTS` that only this sender uses.
     """
 
     def __init__(
@@ -366,9 +375,8 @@ class OutboxSender:
         """Sends a frame with gossip. The frame may get lost. Never raises or waits.
 
         If there is no connection, another thread connects and sends the frame. Only the last 64 frames are kept until
-        then. The frame is dropped if this worker opens `MAX_GOSSIP_CONNECTS` connections for gossip already: on a busy
-        machine heartbeats are late, which makes more gossip, and connections to all workers at once would make it
-        busier still.
+        then. If no such thread runs yet, and this worker is already opening `MAX_GOSSIP_CONNECTS` connections for
+        gossip, the frame is dropped. This limit protects a busy machine, where late heartbeats cause more gossip.
         """
         connection = self._peer.connection
         if connection is not None:
@@ -385,7 +393,7 @@ class OutboxSender:
     def connect_and_send(self) -> None:
         """Has another thread connect, if necessary, and send gossip and all unacknowledged messages. Does not wait.
 
-        If a thread does that already, it does so once more afterwards.
+        If such a thread runs already, no second one is started: the running thread connects and sends once more.
         """
         with self._lock:
             must_start = not self._is_wanted and not self._is_connecting
@@ -396,7 +404,8 @@ class OutboxSender:
     def _run(self) -> None:
         """The function of the thread that connects and sends.
 
-        Repeats that while `connect_and_send` is called meanwhile.
+        Connects and sends once more if `connect_and_send` was called meanwhile. Returns at once if another thread runs
+        this function for the same worker.
         """
         with self._lock:
             if self._is_connecting:
@@ -419,10 +428,10 @@ class OutboxSender:
             self._executor.run_aside(self._run)
 
     def _connect(self) -> ClientConnection | None:
-        """Tries a few times to connect.
+        """Returns a connection to the worker. Tries a few times, with pauses.
 
-        Returns the connection; None if that failed, or no connection is needed any more. If nothing listens at the
-        worker's address, calls `on_unreachable`.
+        Returns None if all attempts have failed, or no connection is needed any more. The waiting gossip is dropped
+        then. If nothing listens at the worker's address, calls `on_unreachable`, and returns None at once.
         """
         for pause in _CONNECT_PAUSES_S:
             if self._peer.is_lost or self._peer.is_over() or self._executor.is_closing:
@@ -445,8 +454,8 @@ class OutboxSender:
     def _send_all(self, connection: ClientConnection) -> None:
         """Sends the waiting gossip, then all unacknowledged control messages, on `connection`.
 
-        If the connection ends meanwhile, starts at once to connect again and to send what is unacknowledged then. The
-        gossip that was lost is not sent again.
+        If `connection` ends meanwhile, connects again at once, and sends the control messages that are still
+        unacknowledged. Gossip that was lost is not sent again.
         """
         while self._unsent_gossip:
             connection.send(self._unsent_gossip.popleft())

@@ -95,10 +95,10 @@ _TOKENS_AT_ONCE: Final = 256
 
 
 class Creation(Protocol):
-    """A remote call whose value is not there yet."""
+    """A call of `remote` that runs on this worker, and whose result, the value, does not exist yet."""
 
     def cancel(self) -> None:
-        """Stops the function that makes the value, and has an error take the place of the value. Runs no user code.
+        """Stops the function that makes the value, and sets an error in place of the value. Runs no user code.
 
         Does nothing if the value, or an error in its place, is there already.
         """
@@ -173,7 +173,7 @@ class ReferenceStore:
     # Workers
 
     def add_worker(self, worker: Worker) -> None:
-        """Adds a worker that has joined the group, given its number. Does nothing after `cut_off`.
+        """Adds a worker that has joined the group, given its number. Does nothing if this worker was expelled.
 
         Raises `ProtocolError` if the worker was added before and not removed.
         """
@@ -183,10 +183,10 @@ class ReferenceStore:
                 self._outboxes.delivery.joined(worker)
 
     def remove_worker(self, worker: Worker) -> None:
-        """Removes a worker that has left or was lost. Does nothing if it was not added.
+        """Removes another worker that has left or was lost. Does nothing if it was not added.
 
-        Later uses of handles of values that it owned raise `OwnerLostError`. Its own handles do not keep values of this
-        worker alive any more. Control messages to it are dropped.
+        If `worker` owned a value, later uses of its handles here raise `OwnerLostError`. Handles on `worker` do not
+        keep values alive any more. Control messages to `worker` are dropped.
 
         Args:
             worker: The number of the worker.
@@ -287,8 +287,8 @@ class ReferenceStore:
         Args:
             owner: The number of the worker that will create the value and keep it.
             passed: The handles in the arguments; may be empty.
-            unacked: A new `UnackedKeep`. This method stores the frame in it. If its frame is not empty afterwards, the
-                frame must be sent, even if this method has raised.
+            unacked: A new `UnackedKeep`, which keeps the call until the owner acknowledges it. This method stores the
+                frame in it. If its frame is not empty afterwards, the frame must be sent, even after an error.
             call_id: The id of the call, which the reply repeats.
             callee: The function or method to call, as encoded in a frame (`protocol.frames`).
             payload: The pickled arguments; may be empty.
@@ -380,7 +380,7 @@ class ReferenceStore:
             counts.pass_handle(reference, handle.fork, child, to)
 
     def _cancel_forks(self, handles: Sequence[Handle], carried: Sequence[Carried]) -> None:
-        """Undoes `_fork_all`, given the same handles and the forks that it has added to `carried`."""
+        """Undoes `_fork_all`, given its handles and the forks that it added to `carried`. The caller holds the lock."""
         for handle, (reference, child) in zip(handles, carried, strict=False):
             self._counts.cancel_pass(reference, handle.fork, child)
 
@@ -389,7 +389,8 @@ class ReferenceStore:
     def receive_references(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
         """Returns new handles of the references in a received frame; None if the same frame was received before.
 
-        The sender is sent an acknowledgement a few milliseconds later.
+        Returns None also if the sender has left or was lost. Otherwise the sender is sent an acknowledgement a few
+        milliseconds later.
 
         Args:
             sender: The number of the worker that sent the frame.
@@ -397,7 +398,8 @@ class ReferenceStore:
             carried: The references and forks in the frame; may be empty.
 
         Raises:
-            ProtocolError: The sender has no right to pass one of them on.
+            ProtocolError: The sender has no right to pass one of the references on, or too many frames before this one
+                are missing.
         """
         try:
             with self._lock:
@@ -416,7 +418,7 @@ class ReferenceStore:
     def _owe_acknowledgement(self, sender: Worker) -> None:
         """Notes that a worker must be sent an acknowledgement. Does nothing if it is gone. The caller holds the lock.
 
-        It is also called for a message that was received before, because the sender has not got the acknowledgement.
+        To be called also for a message that arrives a second time: its sender may have missed the acknowledgement.
         """
         if sender in self._counts.workers:
             self._outboxes.owed[sender] = None
@@ -440,7 +442,10 @@ class ReferenceStore:
         return handles
 
     def _new_handle(self, carried: Carried, made: Made) -> Handle:
-        """Returns a new handle of a received reference, whether this worker or another one owns its value."""
+        """Returns a new handle of the received reference in `carried`. Any worker may own its value, also this one.
+
+        `made` says where the handle was created, for leak reports. The caller holds the lock.
+        """
         reference, fork = carried
         if reference[0] == self.me:
             value = self._values.get(reference)
@@ -452,7 +457,7 @@ class ReferenceStore:
         return handle
 
     def _new_own_handle(self, reference: RRefId, value: Value, made: Made) -> Handle:
-        """Returns a new handle of a value that this worker owns."""
+        """Returns a new handle of a value that this worker owns. `made` says where it was created, for leak reports."""
         handle = Handle(self, reference, None, value, made)
         self._own_handles.add(watch_handle(handle))
         return handle
@@ -471,10 +476,11 @@ class ReferenceStore:
 
         Returns:
             The future of the value, which the caller must settle, and handles of the references in the arguments. None
-            if the same frame was received before.
+            if the same frame was received before, or if the sender has left or was lost.
 
         Raises:
-            ProtocolError: The sender has no right to create that reference, or to pass on one of the others.
+            ProtocolError: The sender has no right to create `reference`, or to pass on one of the references in
+                `carried`. Or too many frames before this one are missing.
         """
         delivery = self._outboxes.delivery
         effects: Sequence[Effect] = ()
@@ -560,7 +566,8 @@ class ReferenceStore:
         Does nothing if the owner has left or was lost.
 
         Args:
-            reference: A reference that this worker has created with `remote`. The owner refuses the request for others.
+            reference: A reference that this worker has created with `remote`. The owner ignores a request for
+                any other.
             fork: The fork of the reference that this worker holds.
         """
         with self._lock:
@@ -583,15 +590,18 @@ class ReferenceStore:
     def receive_control(self, sender: Worker, payload: bytes | memoryview) -> None:
         """Processes the payload of a CONTROL frame: an acknowledgement, and messages about references.
 
-        A message that the sender has no right to send is ignored and counted in `refusals`. In the thread of signal
-        handlers, the messages are only queued for `process`: an exception of a handler could lose them halfway.
+        A message that the sender has no right to send is ignored and counted in `refusals`. On Python's main thread,
+        the messages are only queued, and `process` handles them later: an exception of a signal handler could
+        interrupt them halfway.
 
         Args:
             sender: The number of the worker that sent the frame.
-            payload: The payload of the frame: see `pack_control`.
+            payload: The payload of the frame, as `pack_control` encodes it.
 
         Raises:
-            ProtocolError: The payload cannot be decoded. Nothing was changed.
+            ProtocolError: The payload cannot be decoded, or it acknowledges a message that was never sent; nothing was
+                changed then. Or too many numbers before that of a message are missing; it and the messages after it
+                are not processed then.
         """
         acknowledged, messages = unpack_control(payload)
         try:
@@ -610,10 +620,11 @@ class ReferenceStore:
         return threading.get_ident() == threading.main_thread().ident
 
     def _receive_messages(self, sender: Worker, messages: Sequence[tuple[int, Any]]) -> None:
-        """Processes numbered messages about references. Skips those that were received before.
+        """Processes messages about references. Skips those that have arrived before, and all if `sender` is gone.
 
-        The caller holds the lock. A message counts as received before it has had all its effects, so an exception of a
-        signal handler in between would lose it: this must not run in the thread of signal handlers.
+        `messages` has pairs of number and message. Each number is marked as received first, and then the message is
+        processed. An exception of a signal handler in between would lose the message, so this must not run on Python's
+        main thread. The caller holds the lock. Raises `ProtocolError` if too many numbers are missing.
         """
         self._owe_acknowledgement(sender)
         outboxes = self._outboxes
@@ -635,12 +646,12 @@ class ReferenceStore:
     # Values
 
     def value_at(self, callee: bytes, claimant: Callable[[], Worker] | None = None) -> Value:
-        """Returns the future of the value that a request uses.
+        """Returns the future of the value whose reference a request names.
 
-        If this worker has no such value and will not get it, the future has failed with `ReferenceRefusedError`.
+        If this worker does not own the value and will not own it, the future has failed with `ReferenceRefusedError`.
 
         Args:
-            callee: The callee as encoded in the request. The reference is encoded after its first byte.
+            callee: The encoded callee of the request: one byte, and then the reference.
             claimant: Returns the number of the worker that sent the request; None if this worker did.
 
         Raises:
@@ -651,9 +662,10 @@ class ReferenceStore:
         return self.find_value(unpack_handle(callee, 1)[0], claimant)
 
     def find_value(self, reference: RRefId, claimant: Callable[[], Worker] | None = None) -> Value:
-        """Returns the future of a value that this worker owns, or will own when a request that is on its way arrives.
+        """Returns the future of a value that this worker owns, or may own soon.
 
-        If there can be no such value, the future has failed with `ReferenceRefusedError`, and `refusals` counts that.
+        It may own the value soon if the call of `remote` that creates the value can still arrive. If it cannot, the
+        future has failed with `ReferenceRefusedError`, and `refusals` counts that.
 
         Args:
             reference: The id of the reference.
@@ -676,10 +688,11 @@ class ReferenceStore:
     # Carrying out effects
 
     def _decide(self, effects: Iterable[Effect]) -> None:
-        """Carries out what `ReferenceCounts` has decided: which messages to send, values to release, handles to change.
+        """Carries out `effects`, the decisions of `ReferenceCounts`. The caller holds the lock.
 
-        The caller holds the lock. Work that must be done without the lock is queued: errors of values for `_act`,
-        messages and released values for `process`. Messages to workers that are gone are dropped.
+        An effect sends a message, releases a value, or confirms or fails a handle. Work that must be done without the
+        lock is only queued: `_act` sets errors in place of values, and `process` sends messages and releases values.
+        Messages to workers that are gone are dropped.
         """
         for effect in effects:
             if isinstance(effect, SendMessage):
@@ -706,8 +719,8 @@ class ReferenceStore:
     def _act(self) -> None:
         """Does queued work that must be done without the lock, and schedules `process` if there is work for it.
 
-        Puts `ReferenceRefusedError` in place of values that will never exist. Cancels calls of `remote` whose values
-        nobody wants any more.
+        Puts `ReferenceRefusedError` in place of values that will never exist. Cancels a call of `remote` if no worker
+        is left that could use its value, or if the call's creator has asked for that.
         """
         outboxes = self._outboxes
         is_due = self._arrived or self._to_end or outboxes.unsent or outboxes.owed
@@ -758,8 +771,8 @@ class ReferenceStore:
         If this worker has kept a received handle for some time, also asks the owner to count it. Frees the memory of
         tables that were large and are empty.
 
-        While this runs, `work_soon` schedules no second run, because that would only wait for the lock. The exception
-        is the time in which values are released: their finalizers may need a second run.
+        While this runs, `work_soon` schedules no second run, which would only wait for the lock. But while values are
+        being released, `work_soon` does schedule one, because a finalizer of a value may wait for it.
         """
         self._is_scheduled = True
         now = monotonic()
@@ -823,12 +836,13 @@ class ReferenceStore:
         return bool(dropped)
 
     def _report_forks(self, is_interval: bool) -> bool:
-        """Asks owners to count forks that other workers passed to this one, and of which the owners do not know yet.
+        """Asks owners to count forks on this worker that they do not know yet. Other workers passed them to this one.
 
         A fork is due when this worker has kept it for at least `UNREPORTED_INTERVALS` runs of `process`. One call asks
-        for a limited number of them. `is_interval` is True in the first call of each run of `process`, and False in the
-        others, so that each run counts once. The caller holds the lock. Returns whether more forks are due; False if
-        there are none.
+        for a limited number of due forks. Returns whether more are due. The caller holds the lock.
+
+        `process` may call this several times in a run. It passes True for `is_interval` in the first call only, so that
+        the run is counted once.
         """
         due, unreported = self._to_report, self._counts.unreported
         if is_interval:
@@ -863,8 +877,8 @@ class ReferenceStore:
     def _has_work(self) -> bool:
         """Returns whether `process` has something to do.
 
-        That is so if there are dropped handles, unsent messages, owed acknowledgements, values to release, or forks
-        that their owner may have to be told of.
+        That is so if there are dropped handles, unsent messages, owed acknowledgements, values to release, forks to
+        end, received messages to process, or forks on this worker of which the owner does not know yet.
         """
         outboxes = self._outboxes
         is_due = self.dropped or self._arrived or self._to_end or outboxes.unsent or outboxes.owed
@@ -881,36 +895,49 @@ class ReferenceStore:
             return self._outboxes.take_frame(to)
 
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
-        """Returns everything that a worker has not acknowledged, each with its number, in order.
+        """Returns the messages to the worker `to` that it has not acknowledged, as pairs of number and message.
 
-        The list is empty if there is nothing. Also empties the outbox of that worker, whose messages are in the list.
+        They are in the order of their numbers. The list is empty if there are none, or if `to` is gone. The messages in
+        the outbox for `to` are in the list, too, and the outbox is emptied.
         """
         with self._lock:
             return self._outboxes.take_unacked(to)
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """Returns the number up to which all messages of a worker were received; 0 if none was.
+        """Returns the number up to which this worker has received all messages from the worker `to`.
 
-        The caller must send it: no other acknowledgement is sent for these messages.
+        The caller must send the number to `to`: no other acknowledgement is sent for these messages. Returns 0 if the
+        first message was not received, or if `to` is gone.
         """
         with self._lock:
             return self._outboxes.take_acknowledgement(to)
 
     def awaits_acknowledgement(self, worker: Worker) -> bool:
-        """Returns whether a worker still has to acknowledge a message, or to answer a request to count a fork."""
+        """Returns whether `worker` still has to acknowledge a message, or to answer a request to count a fork.
+
+        Returns False if `worker` is gone.
+        """
         with self._lock:
             return self._outboxes.awaits(worker)
 
     # Reports
 
     def inventory(self) -> Inventory:
-        """Calls `process`, and returns all references that this worker owns or holds then. Both parts may be empty."""
+        """Calls `process`. Then returns the references that this worker owns (`owned`) and holds (`held`).
+
+        Both fields are empty if there are none.
+        """
         self.process()
         with self._lock:
             return take_inventory(self._counts, self._values, self._origins, self._handles.find, self._name_of)
 
     def debug_info(self) -> dict[str, str]:
-        """Returns some numbers of references as text, by the names that torch uses. `count_references` lists them."""
+        """Returns some numbers of references as text, by the names that torch uses.
+
+        `num_owner_rrefs`: owned references that other workers hold, or whose value does not exist yet.
+        `num_pending_users`: forks on this worker that their owner has not confirmed. `num_pending_futures`: owned
+        values that do not exist yet. `num_forks`: forks on other workers of owned references.
+        """
         with self._lock:
             return count_references(self._counts, self._pending_values())
 

@@ -38,10 +38,10 @@ class Refusals:
         self._logged: set[Worker] = set()
 
     def add(self, worker: Worker, why: object) -> None:
-        """Counts one refusal. Logs a warning if it is the first of this worker.
+        """Counts one refused message or request. Logs a warning if it is the first that came from `worker`.
 
         Args:
-            worker: The number of the worker that sent what was refused; `NOBODY_KNOWN` if it is not known.
+            worker: The number of the worker that sent the message or request; `NOBODY_KNOWN` for an unknown sender.
             why: The reason, for the log.
         """
         with self._lock:
@@ -60,9 +60,9 @@ class Refusals:
         )
 
     def remove_worker(self, worker: Worker) -> None:
-        """Removes a worker that is gone. Does nothing if the worker is not known.
+        """Removes a worker that is gone, and adds its number of refusals to that of `NOBODY_KNOWN`.
 
-        The number of its refusals is added to that of `NOBODY_KNOWN`.
+        Adds 0 if the worker has no refusals.
         """
         with self._lock:
             self._counts[NOBODY_KNOWN] += self._counts.pop(worker, 0)

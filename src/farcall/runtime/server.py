@@ -162,9 +162,9 @@ class ServerConnection:
     # Reading
 
     def _read(self) -> None:
-        """Called by the leader of the executor: processes the frames that have arrived. Raises nothing.
+        """Processes the frames that have arrived, if any. Closes the connection after a wrong frame. Raises nothing.
 
-        A frame that is wrong closes the connection.
+        Called by the leader of the executor, the thread that waits for frames on the links of this worker.
         """
         try:
             frames = self.link.receive()
@@ -231,10 +231,10 @@ class ServerConnection:
         frame: bytes,
         buffers: Sequence[memoryview],
     ) -> None:
-        """Processes every frame that `_read` does not: all frames but calls without references and annotations.
+        """Processes one frame. `_read` itself processes plain calls, which have no references and no annotations.
 
-        The numbers are those of the frame's header (`protocol.frames`). Raises `ProtocolError` if the frame cannot be
-        read, or is of a kind that a caller may not send.
+        `kind`, `flags`, `callee_size` and `call_id` are from the header of `frame` (`protocol.frames`). Raises
+        `ProtocolError` if the frame cannot be read, or is of a kind that a caller may not send.
         """
         if kind in (CALL, KEEP):
             self._receive_request(kind, flags, callee_size, call_id, frame, buffers)
@@ -269,8 +269,9 @@ class ServerConnection:
     ) -> None:
         """Queues a request that was made by `remote`, or has references or annotations.
 
-        A request with more than `MANY_REFERENCES` references is read later, by a job of the executor. Raises
-        `ProtocolError` if the request cannot be read.
+        A request with more than `MANY_REFERENCES` references is read later, by a job of the executor. `kind`, `flags`,
+        `callee_size` and `call_id` are from the header of `frame`. Raises `ProtocolError` if the request cannot be
+        read.
         """
         at = HEADER_SIZE + callee_size
         callee = bytes(frame[HEADER_SIZE:at])
@@ -309,10 +310,12 @@ class ServerConnection:
         frame: bytes,
         buffers: Sequence[memoryview],
     ) -> Invocation | None:
-        """Counts the references of a request, and returns its invocation; None if the same request had arrived before.
+        """Reads a request, and returns its invocation; None if the same request had arrived before.
 
-        `at` is the offset in `frame` after the callee. Raises `ProtocolError` if the request cannot be read, or its
-        head is too large.
+        Notes in the reference store that this worker now holds the references in the request. `kind`, `flags` and
+        `call_id` are from the header of `frame`. `callee` is the encoded function or method, and `at` is the offset in
+        `frame` after it. `buffers` are the buffers of the request. Raises `ProtocolError` if the request cannot be
+        read, or its head is too large.
         """
         store = self._parts.store
         value, annotations = None, None
@@ -446,8 +449,8 @@ class ServerConnection:
     def _collect(self, frame: bytes, buffers: list[memoryview] | None) -> bool:
         """Gives a small reply to the poller, which sends several replies together.
 
-        Returns False if the reply is too large for that, has buffers, or the poller does not accept it. Then the caller
-        must send the reply.
+        Returns True if the poller has accepted the reply. Returns False if the reply has buffers or is too large, if
+        the link has no `append`, or if the poller refuses the reply. Then the caller must send it.
         """
         if buffers or not self._can_append or len(frame) > MAX_COLLECTED_BYTES:
             return False

@@ -49,10 +49,11 @@ class Occasion(NamedTuple):
 
     Attributes:
         prefix: The prefix of the workers' keys in the store. All workers use the same.
-        function: The function that waits, such as "shutdown()".
-        purpose: Completes "waited for the others ...", such as "to shut down".
-        giving_up: Completes "worker 'a' ... while calls were still under way", such as "shut down".
-        afterwards: What is the case after a failure, such as "everything is closed here now".
+        function: The name of the function that waits, such as "shutdown()".
+        purpose: Completes the error message "waited for the others ...", such as "to shut down".
+        giving_up: Completes the error message "worker 'a' ... while calls were still under way", such as "shut down".
+        afterwards: The end of an error message: the state of this worker after it, such as "everything is closed here
+            now".
     """
 
     prefix: str
@@ -66,7 +67,7 @@ _SHUTDOWN: Final = Occasion("shutdown/", "shutdown()", "to shut down", "shut dow
 
 
 class Leaver(Protocol):
-    """What this module needs from the agent of this worker. `Agent` implements it."""
+    """This worker, for the functions that wait for others, such as `wait_for_everybody`. `Agent` implements it."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -76,7 +77,7 @@ class Leaver(Protocol):
         """Returns whether no function runs here for others, and no reply or acknowledgement is expected."""
 
     def busy_report(self) -> str:
-        """Returns text that says why this worker is not idle, for messages."""
+        """Returns text that says why this worker is not idle, for messages. Never empty, even if the worker is idle."""
 
     def calls_started(self) -> int:
         """Returns the number of calls that this worker has made so far."""
@@ -104,17 +105,19 @@ def deadline_of(timeout: float) -> float:
 
 
 def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion = _SHUTDOWN) -> None:
-    """Waits until all workers of a fixed group have called this and no call is running on any of them.
+    """Waits until all workers of a group of fixed size have called this, and no call is running on any of them.
 
     Args:
         leaver: This worker.
         rendezvous: The rendezvous of the group, in whose store the workers exchange how many calls they have made.
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
-        occasion: Why the workers wait. All workers must give the same one, and each may be used once.
+        occasion: Why the workers wait; a shutdown by default. All workers must give the same occasion. A group may use
+            an occasion only once, because its keys stay in the store.
 
     Raises:
-        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled. If a
-            worker was lost, the error is raised when this worker is idle, and names the lost worker.
+        ShutdownError: The deadline has passed, another worker was lost, the store failed, or the group has declared
+            this worker lost. If another worker was lost or the store failed, the error is raised as soon as no call is
+            running on this worker, at the latest at the deadline.
     """
     before = None
     number = 0
@@ -144,46 +147,55 @@ def confirm_leave(leaver: Leaver, rendezvous: Rendezvous, deadline: float) -> No
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
 
     Raises:
-        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled.
+        ShutdownError: The deadline has passed, another worker was lost, the store failed, or the group has declared
+            this worker lost.
     """
     _sum_call_counts(leaver, rendezvous, "farewell/", deadline)
 
 
 def wait_at_barrier(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion) -> None:
-    """Waits until all workers of a fixed group have called this with the same occasion, even if calls are running.
+    """Waits until all workers of a group of fixed size have called this with the same occasion. Calls may be running.
 
     Args:
         leaver: This worker.
         rendezvous: The rendezvous of the group.
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
-        occasion: Why the workers wait. Each may be used once.
+        occasion: Why the workers wait. A group may use an occasion only once, because its keys stay in the store.
 
     Raises:
-        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled.
+        ShutdownError: The deadline has passed, another worker was lost, the store failed, or the group has declared
+            this worker lost.
     """
     _refuse_if_lost(leaver, occasion)
     _sum_call_counts(leaver, rendezvous, occasion.prefix, deadline, occasion)
 
 
 def finish_what_has_begun(leaver: Leaver, deadline: float) -> None:
-    """Waits until this worker is idle, the deadline has passed, or this worker was expelled. Raises nothing.
+    """Waits until this worker is idle. Raises nothing.
 
-    Used when a worker was lost: the others are not waited for, but functions that run here should end. `deadline` is a
-    time of the monotonic clock; `FOREVER` for no limit.
+    Idle means that no function runs here for others, and no reply or acknowledgement is expected. Used before a failed
+    shutdown closes this worker, so that functions that run here can end.
+
+    Args:
+        leaver: This worker.
+        deadline: When to return even if this worker is not idle, as a time of the monotonic clock; `FOREVER` for no
+            limit. Returns earlier if the group declares this worker lost.
     """
     with suppress(ShutdownError):
         wait_until_idle(leaver, deadline)
 
 
 def wait_until_idle(leaver: Leaver, deadline: float) -> None:
-    """Waits until this worker is idle (`Leaver.is_idle`), whatever the others do. Logs a warning after some seconds.
+    """Waits until this worker is idle, whatever the others do. Logs a warning after some seconds.
+
+    Idle means that no function runs here for others, and no reply or acknowledgement is expected.
 
     Args:
         leaver: This worker.
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
 
     Raises:
-        ShutdownError: The deadline has passed, or this worker was expelled.
+        ShutdownError: The deadline has passed, or the group has declared this worker lost.
     """
     _wait_until_idle(leaver, None, "", deadline)
 
@@ -193,16 +205,18 @@ def _wait_until_idle(
 ) -> None:
     """Waits until this worker is idle. Logs a warning after some seconds.
 
+    Idle means that no function runs here for others, and no reply or acknowledgement is expected.
+
     Args:
         leaver: This worker.
-        rendezvous: If given, the warning is logged only when all other workers wait for this one. They are known by
-            their keys in the store of this rendezvous. None for a warning in any case.
-        prefix: The prefix of these keys; not used without a rendezvous.
+        rendezvous: If given, the warning is logged only when all other workers wait for this one. Each worker that
+            waits has written a key into the store of this rendezvous. None for a warning in any case.
+        prefix: The prefix of these keys; not used if `rendezvous` is None.
         deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
         occasion: Why the workers wait, for messages.
 
     Raises:
-        ShutdownError: The deadline has passed, or this worker was expelled.
+        ShutdownError: The deadline has passed, or the group has declared this worker lost.
     """
     pause = _FIRST_PAUSE
     never = threading.Event()
@@ -230,7 +244,10 @@ def _wait_until_idle(
 
 
 def _refuse_if_expelled(leaver: Leaver, occasion: Occasion) -> None:
-    """Raises `ShutdownError` if the group has declared this worker lost; otherwise does nothing."""
+    """Raises `ShutdownError` if the group has declared this worker lost; otherwise does nothing.
+
+    `leaver` is this worker. `occasion` has the texts for the error message.
+    """
     if leaver.is_expelled():
         raise ShutdownError(
             f"worker {leaver.info.name!r} was declared lost by its group, and had nobody to wait for; "
@@ -253,13 +270,19 @@ def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
 
 
 def _refuse_if_lost(leaver: Leaver, occasion: Occasion) -> None:
-    """Raises `ShutdownError` with the names of lost workers; does nothing if none was lost."""
+    """Raises `ShutdownError` with the names of lost workers; does nothing if none was lost.
+
+    `leaver` is this worker. `occasion` has the texts for the error message.
+    """
     if lost := leaver.lost():
         raise _lost_before(leaver, sorted(lost), occasion)
 
 
 def _lost_before(leaver: Leaver, lost: list[str], occasion: Occasion) -> ShutdownError:
-    """Returns the error that says which workers were lost. `lost` has their names, at least one."""
+    """Returns the error that says which workers were lost. `lost` has their names, at least one.
+
+    `leaver` is this worker, which waited for them. `occasion` has the texts for the error message.
+    """
     happened = "was lost before it came" if len(lost) == 1 else "were lost before they came"
     return ShutdownError(
         f"worker {leaver.info.name!r} waited for the others {occasion.purpose}, but {_listed(lost)} {happened}; "
@@ -268,7 +291,7 @@ def _lost_before(leaver: Leaver, lost: list[str], occasion: Occasion) -> Shutdow
 
 
 def _listed(names: list[str]) -> str:
-    """Returns quoted names, separated by commas."""
+    """Returns the names, quoted and separated by commas; empty text if there are none."""
     return ", ".join(map(repr, names))
 
 
@@ -288,7 +311,8 @@ def _sum_call_counts(
         The sum; 0 if no worker has made a call.
 
     Raises:
-        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled.
+        ShutdownError: The deadline has passed, another worker was lost, the store failed, or the group has declared
+            this worker lost.
     """
     own = f"{prefix}{leaver.info.id}"
     try:
@@ -314,10 +338,18 @@ def _sum_call_counts(
 def _write_call_count(leaver: Leaver, rendezvous: Rendezvous, key: str, deadline: float, occasion: Occasion) -> None:
     """Writes how many calls this worker has made into the store, under `key`.
 
-    If the store does not answer, tries again until `deadline`, a time of the monotonic clock: the host of the store may
-    be stopped for a while without being lost. A warning that this worker waits is logged once, with the function that
-    `occasion` names. Raises `RendezvousTimeoutError` if the store has not answered by the deadline, and
-    `RendezvousError` if the store fails.
+    If the store does not answer, logs one warning and tries again: the host of the store may be stopped for a while.
+
+    Args:
+        leaver: This worker.
+        rendezvous: The rendezvous of the group, whose store is used.
+        key: The key in the store.
+        deadline: Until when to try, as a time of the monotonic clock; `FOREVER` for no limit.
+        occasion: Names the function that waits, for the warning.
+
+    Raises:
+        RendezvousTimeoutError: The store has not answered, about a second after the deadline at the latest.
+        RendezvousError: The store failed.
     """
     value = str(leaver.calls_started()).encode()
     has_logged = False
@@ -341,10 +373,11 @@ def _collect(
     """Waits until all workers have written a key with `prefix` into the store. Returns the values by key.
 
     Checks every few seconds whether a missing worker was lost: if its process is stopped, the store does not notice.
-    `deadline` is a time of the monotonic clock.
+    `leaver` is this worker. `deadline` is a time of the monotonic clock; `FOREVER` for no limit. `occasion` has the
+    texts for messages.
 
     Raises:
-        ShutdownError: A missing worker was lost, or this worker was expelled.
+        ShutdownError: A missing worker has left or was lost, or the group has declared this worker lost.
         RendezvousTimeoutError: The deadline has passed.
         RendezvousError: The store failed.
     """

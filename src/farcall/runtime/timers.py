@@ -63,7 +63,7 @@ class Timers:
     def close(self) -> None:
         """Ends the thread and waits for its end. Functions that are still scheduled are never called.
 
-        May be called twice. Does not wait if the thread was never started, or calls this itself.
+        May be called twice. Does not wait if the thread was never started, or if a scheduled function calls `close`.
         """
         self._is_closing = True
         self._gate.open()

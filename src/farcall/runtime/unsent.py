@@ -32,30 +32,49 @@ from farcall.serialization import callable_name
 
 
 class Unsent(Protocol):
-    """What waits for the connection to a peer."""
+    """A call that waits for the connection to a peer. Either `send`, `fail` or `abandon` ends the wait.
+
+    Attributes:
+        made_at: When the call was made, as a time of the monotonic clock.
+    """
 
     made_at: float
-    """When it was made, as a time of the monotonic clock."""
 
     def send(self, connection: ClientConnection) -> None:
-        """Sends it. Called once, by the thread that connects. Does not wait, and raises no `Exception`."""
+        """Sends the call on `connection`. Called at most once. Does not wait, and raises no `Exception`."""
 
     def fail(self, error: RpcError) -> None:
-        """Called if there will be no connection, with the reason. Raises nothing."""
+        """Called instead of `send` if connecting has failed. `error` says why. Raises nothing."""
 
     def abandon(self, error: RpcError) -> None:
-        """Called in a forked child: fails the child's copy. Runs no callbacks."""
+        """Called in a forked child: fails the child's copy of the call with `error`. Runs no callbacks."""
 
 
 class _NoConnection:
-    """Stands for the connection of a call that is not sent yet."""
+    """The `connection` of an `UnsentCall`: an object with the one method that users of a call's connection need."""
 
     def drive_in_background_later(self) -> None:
-        """Does nothing: once the call is sent, the leader of the executor reads its reply."""
+        """Does nothing. A real connection makes the executor read replies here; an unsent call has no reply yet."""
 
 
 class UnsentCall(Future[Any]):
-    """The future of a call that is sent as soon as there is a connection. Its outcome is that of the sent call."""
+    """The future of a call that is sent as soon as there is a connection.
+
+    After the constructor, the caller must queue the future. Later, `send` or `fail` is called. The sent call is another
+    future, a `PendingCall`. When that is done, this future gets the same outcome.
+
+    Args:
+        executor: Runs the callbacks of this future.
+        worker: The name of the callee, for error messages.
+        function: The function or the name of the method, for error messages.
+        timeout: How many seconds the call may take, connecting included; 0 for no limit.
+        send: Sends the call and returns it. Its arguments are the connection and the seconds since the call was made.
+            If there is a timeout, the seconds are always less than it.
+        error_of: Returns the error with which this future fails. Its argument is the error that connecting has raised.
+
+    Attributes:
+        connection: Not a real connection: an object that does nothing.
+    """
 
     __slots__ = ("_error_of", "_executor", "_send", "_sent", "_timeout", "_worker", "function", "keeps", "made_at")
 
@@ -70,16 +89,6 @@ class UnsentCall(Future[Any]):
         send: Callable[[ClientConnection, float], PendingCall],
         error_of: Callable[[RpcError], RpcError],
     ) -> None:
-        """Creates the future. The caller must queue it.
-
-        Args:
-            executor: Runs callbacks.
-            worker: The name of the callee, for messages.
-            function: The function or the name of the method, for messages.
-            timeout: How many seconds the call may take, connecting included; 0 for no limit.
-            send: Sends the call, given a connection and how many seconds of the timeout are spent, and returns it.
-            error_of: Returns the error of this call, given why there is no connection.
-        """
         super().__init__()
         self._executor = executor
         self._worker = worker
@@ -93,7 +102,7 @@ class UnsentCall(Future[Any]):
         self.made_at = monotonic()
 
     def expire_by(self, timers: Timers) -> None:
-        """Has the timers fail the call if it is not sent when its timeout expires."""
+        """Makes `timers` call `expire` when the timeout of this call has passed. Does nothing if the timeout is 0."""
         if self._timeout:
             reference = ref(self)
 
@@ -105,7 +114,10 @@ class UnsentCall(Future[Any]):
             timers.schedule(self.made_at + self._timeout, expire)
 
     def expire(self) -> None:
-        """Fails the call if it is not sent yet. A call that was sent has a timeout of its own."""
+        """Fails this future with `RpcTimeoutError` if the call was not sent yet. Otherwise does nothing.
+
+        The sent call has a timeout of its own.
+        """
         if self._sent is None:
             self._fail(
                 RpcTimeoutError(
@@ -117,7 +129,11 @@ class UnsentCall(Future[Any]):
             )
 
     def send(self, connection: ClientConnection) -> None:
-        """See `Unsent`. Does nothing if the call is settled."""
+        """Sends the call on `connection`. Does nothing if this future is done, for example because it was cancelled.
+
+        Does not wait for the reply. An `RpcError` while sending is not raised: this future fails with it. If a signal
+        handler raises an exception meanwhile, this future fails, and the exception is raised.
+        """
         send = self._send
         if self._state or send is None:
             return
@@ -139,26 +155,36 @@ class UnsentCall(Future[Any]):
         call.watch(self._finish, waker=True)
 
     def _finish(self, call: PendingCall) -> None:
-        """The waker of the sent call: settles this future as the call."""
+        """Called when the sent call is done: gives this future the same outcome, unless it is done already."""
         self.settle_as(call)
         self._end()
 
     def fail(self, error: RpcError) -> None:
-        """See `Unsent`. Does nothing if the call is settled."""
+        """Fails this future, because connecting has failed with `error`. Does nothing if this future is done.
+
+        The future's error is `error_of(error)`, with the `error_of` of the constructor.
+        """
         self._fail(self._error_of(error))
 
     def abandon(self, error: RpcError) -> None:
-        """See `Unsent`."""
+        """Called in a forked child: fails the child's copy of this future with `error`. Runs no callbacks.
+
+        Does nothing if the future is done.
+        """
         if self.settle_first(FAILED, error, None):
             self.wake()
 
     def _fail(self, error: RpcError) -> None:
-        """Settles the future with an error. Does nothing if it is settled."""
+        """Fails this future with `error`. Does nothing if this future is done."""
         if self.settle_first(FAILED, error, lambda: f"nobody looked at a call that failed: {error}"):
             self._end()
 
     def cancel_alone(self) -> bool:
-        """See `Future`. Cancels the call that was sent, or keeps this one from being sent."""
+        """Cancels this one call and returns True. This future then fails with `CallCancelledError`.
+
+        A call that was sent is cancelled at the callee too. A call that was not sent is never sent. Returns False, and
+        does nothing, if this future is done.
+        """
         name = callable_name(self.function)
         error = CallCancelledError(f"the call of `{name}` on worker {self._worker!r} was cancelled")
         if not self.settle_first(FAILED, error, None):
@@ -169,14 +195,17 @@ class UnsentCall(Future[Any]):
         return True
 
     def _end(self) -> None:
-        """After this future was settled: frees what the call needed, and wakes everybody that waits."""
+        """Called when this future is done: frees the arguments, wakes waiting threads, and runs callbacks.
+
+        The executor runs the callbacks.
+        """
         self._send = self.keeps = None
         callbacks = self.wake()
         if callbacks is not None:
             self._executor.submit(Task(lambda: run_callbacks(self, callbacks), must_run=True))
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
-        """Raises `RuntimeError`, as for every call."""
+        """Raises `RuntimeError`, because a program may not set the result of a call. The arguments are ignored."""
         raise settled_by_call_alone(self)
 
     def __repr__(self) -> str:
@@ -186,30 +215,33 @@ class UnsentCall(Future[Any]):
 class UnsentKeep:
     """A call made by `remote` that is sent as soon as there is a connection.
 
-    It is the connection of its `UnackedKeep` until then, so that the outbox does not send it as well.
+    The outbox is the part of this worker that sends a call again if its connection was lost. Until the call is sent,
+    this object takes the place of the connection, in `unacked.via`. `is_lost` returns False until connecting has
+    failed. So the outbox does not send the call before that.
+
+    Args:
+        fit: Called with the connection before the call is sent. If the frame is too large for the other end, `fit`
+            replaces it by one without the arguments.
+        resend: Makes the outbox connect, and send all calls and messages that were not acknowledged.
+
+    Attributes:
+        unacked: The call, with its frame and its buffers. Must be set before this object is queued.
     """
 
     unacked: UnackedKeep
-    """The call, with its frame and its buffers. To be set before the entry is queued."""
 
     def __init__(self, fit: Callable[[ClientConnection], None], resend: Callable[[], None]) -> None:
-        """Creates the entry.
-
-        Args:
-            fit: Called before the call is sent, to replace a frame that is too large for the other end.
-            resend: Has the outbox connect, and send everything that was not acknowledged.
-        """
         self.made_at = monotonic()
         self._fit = fit
         self._resend = resend
         self._has_failed = False
 
     def is_lost(self) -> bool:
-        """Returns whether there was no connection, so that the outbox has to send the call."""
+        """Returns whether connecting has failed, that is, `fail` was called. Then the outbox must send the call."""
         return self._has_failed
 
     def send(self, connection: ClientConnection) -> None:
-        """See `Unsent`."""
+        """Sends the call on `connection`. Does not wait. If `connection` is lost, the outbox sends the call again."""
         unacked = self.unacked
         self._fit(connection)
         unacked.via = connection
@@ -219,9 +251,13 @@ class UnsentKeep:
             self._resend()
 
     def fail(self, error: RpcError) -> None:
-        """See `Unsent`. The reference stays: its call is sent later, or fails when the owner is declared lost."""
+        """Called if connecting has failed: leaves the call to the outbox. `error` is ignored.
+
+        The outbox sends the call later. If the owner is declared lost before it gets the call, the reference of the
+        result fails.
+        """
         self._has_failed = True
         self._resend()
 
     def abandon(self, error: RpcError) -> None:
-        """See `Unsent`. The reference store of the child fails all references."""
+        """Called in a forked child: does nothing, because the child's reference store fails all references."""

@@ -41,7 +41,7 @@ class CommonBuffers(list[memoryview]):
     """The buffers of a frame that is sent on several links. Each link gets its own list, and empties it.
 
     Args:
-        broadcast: The object that has the buffers, and the shared segment that all these links use.
+        broadcast: Has the buffers. It also has the shared segment into which they are copied once for all links.
     """
 
     def __init__(self, broadcast: Broadcast) -> None:
@@ -64,14 +64,17 @@ class Broadcast:
         """The segment with the copy; None before the first link has made it."""
 
     def for_link(self) -> CommonBuffers:
-        """Returns a list of the buffers that one link may send, and empty."""
+        """Returns a new list of all buffers, for the `send` of one link. The link empties the list."""
         return CommonBuffers(self)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """From now on the copy is free as soon as the peers have dropped it."""
+        """Ends the sending: the shared copy of the buffers may be reused once all peers have dropped it.
+
+        Does nothing if no link has made a copy.
+        """
         if self.segment is not None:
             self.segment.is_held = False
 
@@ -145,8 +148,9 @@ class Link(Protocol):
     def network(self) -> str:
         """Text that names the network namespace of this end, for an unencrypted link on loopback.
 
-        Two ends with the same text, if it is not empty, are in one network namespace. Empty for other links, and at the
-        accepting end if its worker has no certificates. Valid only after the first frame was received.
+        Two ends with the same text are in one network namespace. Empty text says nothing: links of other kinds have
+        it, and so has the accepting end if its worker has no certificates. Valid only after the first frame was
+        received.
         """
 
     @property
@@ -244,10 +248,10 @@ class Link(Protocol):
         """
 
     def unsent_bytes(self) -> int:
-        """Returns the number of bytes that wait in this process to be sent; 0 if `close` would lose none.
+        """Returns the number of bytes that wait in this process to be sent. If it is 0, `close` loses nothing.
 
-        The result is at least 1 while the other end has yet to open a shared segment, because `close` removes that
-        segment.
+        The result is also at least 1 while the other end has not yet opened a shared segment that it was sent. `close`
+        removes that segment.
         """
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
@@ -277,9 +281,10 @@ class Link(Protocol):
         """
 
     def prepare_fork(self) -> None:
-        """Must be called before this process forks. Keeps the received buffers of the child unchanged.
+        """Must be called before this process forks, so that received buffers do not change in the child.
 
-        A forked child inherits buffers in shared memory. From now on neither end reuses that memory for other frames.
+        The child inherits buffers that are in shared memory. From now on neither end reuses that memory for other
+        frames.
         """
 
     def close(self) -> None:
@@ -341,7 +346,8 @@ class Transport(Protocol):
             handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
 
         Raises:
-            OSError: The transport cannot be used here, for example because there is no directory for sockets.
+            OSError: `host` is not an address of this host, or the transport cannot be used here, for example because
+                there is no directory for sockets.
         """
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> Link:
@@ -349,7 +355,7 @@ class Transport(Protocol):
 
         Args:
             address: The `address` of the listener.
-            timeout: How many seconds to wait for the connection at most.
+            timeout: How many seconds to wait for the connection at most; 0 to not wait.
             handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:

@@ -53,11 +53,13 @@ class BufferPool:
         self._returned: deque[_Block] = deque()
 
     def take(self, size: int) -> memoryview:
-        """Returns writable memory. It goes back to the pool when its last view is dropped.
+        """Returns writable memory.
+
+        Memory of 1 MiB or more has undefined contents. Normally it goes back to the pool when its last view is
+        dropped. Smaller memory is new and zero, and does not belong to the pool.
 
         Args:
-            size: The number of bytes; 0 gives an empty view. Memory of less than 1 MiB is new, zero, and never part of
-                the pool. Larger memory has undefined contents.
+            size: The number of bytes; 0 gives an empty view.
 
         Raises:
             MemoryError: The process has no address space left for it.

@@ -72,9 +72,9 @@ def unpack_sizes(header: Buffer, at: int, count: int) -> tuple[int, ...]:
 
 
 def pack_inline(frame: bytes, buffers: Sequence[memoryview]) -> bytes:
-    """Returns the header of an INLINE frame: one piece that contains a small frame and its buffers.
+    """Returns the header of an INLINE frame, which contains a small frame and its buffers.
 
-    The caller sends the header, then `frame`, then `buffers`.
+    The caller must send the header, then `frame`, then `buffers`. These together are the INLINE frame.
 
     Raises:
         ValueError: There are more than `MAX_BUFFERS` buffers.
@@ -149,7 +149,8 @@ def pack_chunk_header(number: int) -> bytes:
 def chunks_of(frame: Buffer, buffers: Sequence[memoryview], max_bytes: int) -> Iterator[memoryview]:
     """Yields the bytes of a frame and then those of its buffers, in pieces of at most `max_bytes`.
 
-    No piece has bytes of two buffers. A frame or buffer without bytes has no piece.
+    No piece has bytes of two buffers, or of the frame and a buffer. A frame or buffer without bytes has no piece.
+    `max_bytes` must be at least 1; this is not checked.
     """
     for piece in (memoryview(frame), *buffers):
         view = piece.cast("B") if piece.nbytes else piece
@@ -167,9 +168,9 @@ class Assembler:
         new_buffer: Returns writable memory of a given size. The memory should be allocated only when it is written,
             because a stranger may announce large frames.
         max_frame_size: The most bytes of a frame with its buffers. Larger frames raise `ProtocolError`.
-        complete: Called when buffers have arrived whose shared segment this end could not open. It gets the number
-            of the segment and the buffers, and returns the frame that they belong to. None if the link does not use
-            shared memory.
+        complete: Used if this end could not open a shared segment, and the other end sends the buffers of the segment
+            in chunks. Called with the number of the segment and the buffers. Must return the frame to which the buffers
+            belong. None if the link does not use shared memory.
     """
 
     def __init__(
@@ -253,9 +254,10 @@ class Assembler:
         return self._finish(large)
 
     def _finish(self, large: _LargeFrame) -> Frame:
-        """Returns the frame for the user of the link, given a large frame that is complete.
+        """Returns the frame that was received as `large`, which must be complete.
 
-        Raises `ProtocolError` if `large` has the buffers of a shared segment, and this end did not request them.
+        If `large` has only the buffers of a shared segment, returns the frame to which these buffers belong. Raises
+        `ProtocolError` if this end did not request such buffers.
         """
         if large.segment is None:
             return large.frame()
@@ -297,8 +299,9 @@ class _LargeFrame:
 
     The caller receives bytes into `space` and calls `advance`, until `space` is None. Then `frame` returns the frame.
 
-    The constructor takes memory for the frame itself; if that is empty, for the first buffer that is not. The memory
-    for each further buffer is taken when its first byte is due. `ProtocolError` is raised if there is no memory.
+    The constructor takes memory for the frame itself. If the frame has no bytes, it takes memory for the first buffer
+    that has bytes. The memory for each further buffer is taken when its first byte is due. `ProtocolError` is raised if
+    there is no memory.
 
     Args:
         sizes: The size of the frame itself, then the size of each buffer.
@@ -342,7 +345,10 @@ class _LargeFrame:
 
     def frame(self) -> Frame:
         # A view, because copying a large pickle would take time.
-        """Returns the frame and its buffers. Only for a complete frame. Its bytes are a read-only view, not a copy."""
+        """Returns the frame and its buffers. To be called only when all bytes were received.
+
+        The frame is a read-only view of the memory that was received into, not a copy.
+        """
         return self._parts[0].toreadonly(), self._parts[1:]  # type: ignore[return-value]
 
 

@@ -252,7 +252,11 @@ def _ipv6_addresses() -> list[tuple[str, str]]:
 
 
 def _preference(address: str) -> tuple[bool, bool]:
-    """Returns a key for sorting addresses: IPv4 before IPv6, and of each the link-local ones last."""
+    """Returns a key for sorting addresses: whether the address is IPv6, and whether it is link-local.
+
+    So IPv4 comes before IPv6. Within each version, link-local addresses come last. Raises `ValueError` if `address` is
+    not numeric.
+    """
     parsed = ipaddress.ip_address(address)
     return parsed.version == 6, parsed.is_link_local
 

@@ -87,8 +87,8 @@ class Poller:
     only.
 
     Args:
-        spin_s: Seconds for which `wait` checks for events again and again before it sleeps, at most 0.1 ms; 0 to
-            sleep at once.
+        spin_s: Seconds for which `wait` checks for events again and again before it sleeps; 0 to sleep at once.
+            The longest time is 0.05 ms if links may have rings, else 0.1 ms; a larger `spin_s` counts as that.
         use_rings: Whether links may have rings. Has no effect without the C extension.
     """
 
@@ -370,7 +370,8 @@ class Poller:
     def _begin_run(self, has_more: bool) -> None:
         """Makes frames that arrive through sockets wake the standby thread.
 
-        If `has_more`, also begins to collect the replies of this thread, to send them together. Otherwise ends that.
+        If `has_more`, the replies of the calling thread are collected from now on, to send them together. Otherwise
+        replies are not collected any more.
         """
         self._has_run = True
         if not self._is_armed:
@@ -432,9 +433,10 @@ class Poller:
         self._standby_epoll.modify(self._streams.fileno(), events)
 
     def stand_by(self) -> None:
-        """Sleeps until a frame, a hang-up, a new connection or `wake_standby` needs this thread, or for `MAX_SLEEP_S`.
+        """Sleeps until `wake_standby` is called, or there is work that the leader is perhaps too busy to do.
 
-        Only for the standby thread. It may also return without a reason.
+        Such work is a frame that arrives while the leader runs a function, a hang-up, or a new connection. Only for the
+        standby thread. Returns after `MAX_SLEEP_S` seconds at the latest, and may return earlier without work.
         """
         self._standby_epoll.poll(MAX_SLEEP_S)
         self._is_armed = False  # a socket event has disarmed it: the leader must arm it for its next function
@@ -525,15 +527,18 @@ class _PlainWaiter:
         self._epoll.register(leader_event, select.EPOLLIN | select.EPOLLET)
 
     def watch(self, pairs: tuple[Any, ...]) -> None:
-        """Takes the rings to wait for, which must be none. Raises `TypeError` otherwise: rings need the C extension."""
+        """Does nothing if `pairs`, the rings to wait for, is empty. Otherwise raises `TypeError`.
+
+        Only the class `Waiter` of the C extension can wait for rings.
+        """
         if pairs:
             raise TypeError("rings need the C extension")
 
     def wait(self, seconds: float | None) -> list[tuple[int, int]]:
         """Waits for events, for at most `seconds`; None for no limit, 0 to only look.
 
-        Returns pairs of descriptor and events; an empty list if the time is over, or the leader was woken for another
-        reason.
+        Returns pairs of descriptor and events. Returns an empty list if the time is over, or if only `leader_event` has
+        woken the leader.
         """
         poll = self._epoll.poll
         start = monotonic()
@@ -550,9 +555,9 @@ class _PlainWaiter:
         self._spins = False
 
     def run(self, has_more: bool, is_blocked: bool) -> None:
-        """Wakes the standby thread if `has_more`. Does nothing if it was woken before without `clear_alert` since.
+        """Wakes the standby thread if `has_more` is True; otherwise does nothing. `is_blocked` is ignored.
 
-        `is_blocked` is ignored.
+        The standby thread is woken only once until `clear_alert` is called.
         """
         if has_more and not self._is_alerted:
             self._is_alerted = True

@@ -62,8 +62,8 @@ def new_transport(name: str, encryption: Encryption | None) -> Transport:
         encryption: The certificates of the worker; None if the worker does not encrypt.
 
     Raises:
-        UsageError: No transport has that name. The error lists the names that exist. Errors of the registered factory
-            are raised unchanged.
+        UsageError: No transport has that name. The error lists the names that exist.
+        Exception: The error that the registered factory has raised.
     """
     with _lock:
         factory = _factories.get(name)
@@ -73,5 +73,5 @@ def new_transport(name: str, encryption: Encryption | None) -> Transport:
 
 
 def _unknown(name: str) -> UsageError:
-    """Returns the error for a name that is not registered, with all names that are."""
+    """Returns the error for a name that is not registered. Its message lists all registered names."""
     return UsageError(f"there is no transport named {name!r}; there are {', '.join(sorted(_factories))}")

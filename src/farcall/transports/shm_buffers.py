@@ -93,18 +93,18 @@ def default_segment_pool(worker: str, max_bytes: int | None) -> SegmentPool:
 class SharedBuffers:
     """Sends and receives the large buffers of one link in shared memory.
 
-    One end *offers* a segment, a block of shared memory, and the other end tries to open it. Buffers are sent in shared
-    memory only if that works. An *internal frame* is one that the two links exchange, and the program does not see.
+    One end *offers* a segment, a block of shared memory. The other end tries to open it. If the other end could open
+    it, `note_opened` must be called. No buffers are copied into shared memory before that.
 
-    No buffers are copied into shared memory before `note_opened` is called.
+    An *internal frame* is a frame from one link to the other, which the program does not see.
 
     Args:
         options: The options of the link. Of these, the pool of segments, the memory for received buffers, whether
             received buffers are copied, and the largest size of a frame are used.
         process: The process id of the other end, which is on this host.
         send_internal: Sends one internal frame, which consists of all its arguments one after the other.
-        send_supply: Sends the buffers of a segment without shared memory. It is called with the number of the
-            segment and copies of the buffers, and must not wait.
+        send_supply: Sends the buffers of a segment without shared memory. It is called with the number of the segment
+            and copies of the buffers, and must not wait.
     """
 
     def __init__(
@@ -270,11 +270,13 @@ class SharedBuffers:
         return True
 
     def _send_back(self, frame: bytes, buffers: list[memoryview], returnable: ReturnableBuffers) -> bool:
-        """Sends buffers back in the segment in which they came, or copies in another one if other views exist.
+        """Sends a frame with buffers that came from the other end. They are sent back in the same segment.
 
-        `returnable` describes these buffers: their segment, offsets and sizes. Returns True, with `buffers` emptied.
-        Returns False if neither is possible: then nothing was sent, and `buffers` has copies of the buffers. Raises
-        `ConnectionError` if the link is closed or broken.
+        If the program has other views of these buffers, they are copied into a segment of this end instead.
+        `returnable` describes the buffers: their segment, offsets and sizes.
+
+        Returns True if the frame was sent; `buffers` is empty then. Returns False if neither way is possible: nothing
+        was sent, and `buffers` has copies of the buffers. Raises `ConnectionError` if the link is closed or broken.
         """
         with returnable:
             buffers.clear()  # the last views at this end, unless the program has kept some
@@ -325,14 +327,15 @@ class SharedBuffers:
     # Receiving
 
     def receive(self, data: bytes) -> Frame | None:
-        """Processes an internal frame about shared memory: one that carries a frame, or a message between the links.
+        """Processes an internal frame about shared memory.
 
         Args:
             data: The internal frame, whose first byte is its kind. It must not be empty.
 
         Returns:
-            The frame of the other end that `data` carries, with its buffers. None if it carries none, or if its segment
-            cannot be opened now: then its buffers are requested, and `complete` returns the frame later.
+            The frame and its buffers, if `data` carries a frame of the other end. None if `data` is only a message
+            between the two links. None also if the segment of the buffers cannot be opened now. Then the buffers are
+            requested, and `complete` returns the frame later.
 
         Raises:
             ProtocolError: The kind is unknown, a header is too short, the frame is too large, or a segment is named
@@ -407,8 +410,8 @@ class SharedBuffers:
 
         Args:
             read: Opens the segment and returns its buffers.
-            number: The number of the segment, or of its lease, by which the buffers are requested if it cannot be
-                opened now.
+            number: The number by which to request the buffers if the segment cannot be opened now: the number of the
+                segment. For a segment with several receivers it is that of the lease, a small segment for one receiver.
             frame: The bytes of the frame; empty with `has_frame`.
             sizes: The size of each buffer in bytes.
             has_frame: Whether the first buffer is the frame itself.
@@ -438,9 +441,10 @@ class SharedBuffers:
         return _with_frame(frame, buffers, has_frame)
 
     def _receive_returned(self, data: bytes) -> Frame:
-        """Returns the frame in a RETURNED frame: one whose buffers the other end sends back in a segment of this end.
+        """Returns the frame and buffers of a RETURNED frame: the other end sends buffers back in a segment of this end.
 
-        Raises `ProtocolError` if the header is too short, or the other end does not have that segment.
+        Raises `ProtocolError` if the header is too short, if the named segment was not sent to the other end, or if the
+        buffers do not fit into it.
         """
         (_, _, count, number), table, frame = _unpack(_RETURNED_HEADER, data, numbers_per_buffer=2)
         try:
@@ -461,10 +465,12 @@ class SharedBuffers:
         return copy
 
     def complete(self, segment: int, buffers: Sequence[memoryview]) -> Frame:
-        """Returns a frame whose segment could not be opened, when its buffers have arrived without shared memory.
+        """Completes a frame that waits for its buffers, because its segment could not be opened.
+
+        Called when the other end has sent the buffers without shared memory.
 
         Args:
-            segment: The number of the segment.
+            segment: The number by which the buffers were requested.
             buffers: The buffers that have arrived.
 
         Returns:
@@ -506,12 +512,12 @@ class SharedBuffers:
     def has_unopened(self) -> bool:
         """Returns whether the other end was sent a segment that it has not opened yet.
 
-        After `close` the other end could not open it any more.
+        While this is True, `close` would lose data: after `close` the other end cannot open the segment.
         """
         return self._writer.has_unopened()
 
     def sweep(self, before: float) -> None:
-        """Frees shared memory without views that was last used before `before`. Does nothing if there is none.
+        """Frees shared memory that has no views and was last used before `before`. Does nothing if there is none.
 
         Args:
             before: A time of the monotonic clock.
@@ -522,34 +528,35 @@ class SharedBuffers:
             self._reader.sweep(before - RETRY_S)  # later than the writer does, so that it need not map them again
 
     def prepare_fork(self) -> None:
-        """Must be called before this process forks: makes sure that the buffers of the child do not change.
+        """Must be called before this process forks, so that the buffers that the child inherits do not change.
 
-        Shared memory of which the program has views now is not written again by either end.
+        If the program has views of a segment now, neither end writes into that segment again. Other segments stay in
+        use.
         """
         self._writer.prepare_fork()
         if self._reader is not None:
             self._reader.prepare_fork()
 
     def close(self) -> None:
-        """Closes all segments of this end, and frees the state. May be called twice.
+        """Closes all segments of this end. May be called twice.
 
-        Buffers that were received stay valid. Frames that wait for buffers are dropped.
+        Buffers that were received stay valid. Frames that wait for their buffers are dropped.
         """
         self._reader = None
         self._incomplete.clear()
         self._writer.close()
 
     def abandon(self) -> None:
-        """Closes the descriptors of this end's segments in a forked child, which sends nothing in shared memory then.
+        """Called in a forked child: closes the child's descriptors of the segments of this end.
 
-        The parent continues to use the memory.
+        The child can send nothing in shared memory afterwards. The parent continues to use the memory.
         """
         self._reader = None
         self._writer.abandon()
 
 
 def _pack_table(numbers: Sequence[int]) -> bytes:
-    """Returns numbers as they follow a header, 8 bytes each; empty bytes for no numbers."""
+    """Encodes the table of numbers after the header of an internal frame: 8 bytes each. May be empty."""
     return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
@@ -574,8 +581,8 @@ def _unpack(
 def _with_frame(frame: bytes, buffers: Sequence[memoryview], has_frame: bool) -> Frame:
     """Returns a received frame and its buffers.
 
-    With `has_frame`, the first of `buffers` is the frame itself and `frame` is not used. Raises `ProtocolError` if it
-    is missing.
+    With `has_frame`, the first of `buffers` is the frame itself, and `frame` is not used. In this case, an empty
+    `buffers` raises `ProtocolError`.
     """
     if not has_frame:
         return frame, buffers
@@ -587,6 +594,6 @@ def _with_frame(frame: bytes, buffers: Sequence[memoryview], has_frame: bool) ->
 def is_shared_kind(data: Buffer) -> bool:
     """Returns whether an internal frame is about shared memory, so that `SharedBuffers.receive` must process it.
 
-    The first byte says that. False if `data` is empty.
+    Only the first byte, the kind, is checked. Returns False if `data` is empty.
     """
     return bool(data) and (SHARED <= data[0] <= MISSING or data[0] == COMMON)

@@ -188,9 +188,9 @@ class SegmentPool:
         return segment
 
     def write_common(self, buffers: Sequence[memoryview]) -> CommonSegment | None:
-        """Copies buffers into a common segment, one for several readers, that is free. Creates one if necessary.
+        """Copies buffers into a free common segment: one that several readers map. Creates one if necessary.
 
-        Does not wait.
+        Does not wait for a segment to become free.
 
         Args:
             buffers: The buffers of one frame. If there are none, an empty segment is used all the same.
@@ -220,9 +220,10 @@ class SegmentPool:
         return common
 
     def sweep_common(self, before: float) -> None:
-        """Removes the segments for several readers that no reader needs and that were last written before `before`.
+        """Removes common segments (segments that several readers map) that were last written before `before`.
 
-        Does nothing if there are none.
+        A segment stays if it is being sent, or if a reader with an open link still uses it. Does nothing if there is
+        none to remove.
 
         Args:
             before: A time of the monotonic clock.
@@ -250,7 +251,10 @@ class SegmentPool:
             self._warn(f"no shared memory can be had ({error})")
 
     def _count_back(self, capacity: int) -> None:
-        """Counts one segment of `capacity` bytes less towards the limits of the pool: it could not be created."""
+        """Counts a segment of `capacity` bytes no longer towards the limits of the pool.
+
+        `create` has counted the segment, and then could not create it.
+        """
         with self._lock:
             self._bytes_left += capacity
             self._segments_left += 1
@@ -271,9 +275,10 @@ class SegmentPool:
         return 2 * self._bytes_left < self._max_bytes or 2 * self._segments_left < self._max_segments
 
     def close(self) -> None:
-        """Makes `create` return None from now on. Closes the segments for several readers, and the probe segment.
+        """Makes `create` return None from now on. Closes the segments that belong to the pool itself.
 
-        Other segments that exist stay usable, and their writers must close them. May be called twice.
+        These are the segments of `write_common`, and the empty one of `probe_descriptor`. Other segments stay usable,
+        and their writers must close them. May be called twice.
         """
         self.is_enabled = False
         with self._lock:
@@ -288,7 +293,8 @@ class SegmentPool:
 class CommonSegment:
     """A segment (block of shared memory) whose buffers several readers map: the workers that get the same frame.
 
-    Each reader has a *lease*, a small segment of its own, which is in use as long as the reader has views of this one.
+    Each reader has a *lease*, a small segment of its own. A lease is in use as long as its reader has views of the
+    common segment.
 
     Args:
         segment: The segment. It must not be used for anything else.
@@ -310,32 +316,35 @@ class CommonSegment:
     def is_over(self) -> bool:
         """Returns whether the segment can be removed: it is not being sent, and no reader will ask for its contents.
 
-        That is so if each reader has dropped its views, or the link to it is closed. A reader whose link is closed may
-        still have views, so the segment must not be written again.
+        A reader does not ask any more if it has dropped its views, or if the link to that reader is closed. In the
+        second case it may still have views, so the segment must not be written again.
         """
         return not self.is_held and all(lease.is_free() or lease.is_closed() for lease in self.leases)
 
     def contents(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns one view for each size in bytes, of the buffers in the order in which they were written.
+        """Returns one view of each buffer. `sizes` are the bytes of the buffers, in the order they were written.
 
-        Raises `OSError` if the segment is too small for them. Other wrong sizes are not noticed.
+        Raises `OSError` if the segment is too small for these sizes. Whether buffers of these sizes were written is not
+        checked.
         """
         if self.segment.capacity < _end_of(sizes):
             raise OSError(f"buffers of {sizes} bytes are not in segment {self.segment.number}")
         return self.segment.contents(sizes)
 
     def has_lease(self, number: int) -> bool:
-        """Returns whether one of the leases that were sent since the segment was last written has this number.
+        """Returns whether a lease with this number was sent with the current contents of the segment.
 
-        A lease is the small segment by which one reader says how long it uses this one.
+        A lease is a small segment that one reader gets. It is in use as long as that reader has views of the common
+        segment.
         """
         return any(lease.place.number == number for lease in self.leases)
 
 
 class Lease:
-    """A segment without buffers, which one reader keeps in use as long as it has views of a common segment.
+    """A segment without buffers that shows whether one reader still has views of a common segment.
 
-    A common segment is one whose buffers several readers map. It can be written again when all its leases are free.
+    A common segment is one whose buffers several readers map, each with a lease of its own. A lease is in use until its
+    reader has dropped its views. The common segment can be written again when all its leases are free.
 
     Args:
         segment: The segment without buffers. It was marked as in use for the reader.
@@ -386,10 +395,11 @@ class SegmentWriter:
     def write_and_keep(self, buffers: Sequence[memoryview]) -> tuple[Place, list[memoryview]] | None:
         """Copies buffers into one segment that is not in use, and also returns views of the copies. Does not wait.
 
-        The segment is not used for another frame while one of these views exists, even if the reader has freed it.
+        The segment is not used for another frame while one of these views exists, even if the reader has freed the
+        segment.
 
         Args:
-            buffers: The buffers of one frame.
+            buffers: The buffers of one frame. If there are none, an empty segment is used, and there are no views.
 
         Returns:
             The segment, now in use, and one view for each buffer in the same order. None if all segments are in use and
@@ -405,9 +415,11 @@ class SegmentWriter:
             raise
 
     def new_lease(self) -> Lease | None:
-        """Returns a new lease: a segment without buffers, in use until the reader has dropped its views of another one.
+        """Returns a new lease for the reader: a segment without buffers, which is in use from now on.
 
-        Returns None if all segments are in use and no other one can be created.
+        It is sent together with a common segment, one that several readers map. The lease becomes free when the reader
+        has dropped its views of the common segment. Returns None if all segments are in use and no other one can be
+        created.
         """
         with self._lock:
             segment = self._claim(0, _MIN_CAPACITY)  # not a larger one, which buffers may need
@@ -416,7 +428,9 @@ class SegmentWriter:
         return None if segment is None else Lease(segment)
 
     def free(self, number: int) -> None:
-        """Makes a segment available for another frame. The peer must not have opened it for the current one.
+        """Makes a segment available for another frame.
+
+        The peer must not have opened the segment for the frame that is in it now. This is not checked.
 
         Args:
             number: The number of the segment. Nothing happens if no segment of this writer has it.
@@ -427,7 +441,7 @@ class SegmentWriter:
                     segment.free()
 
     def contents(self, number: int, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns the buffers in a segment that the peer was sent but cannot open.
+        """Returns the buffers in a segment, for a peer that got a frame with the segment but cannot open it.
 
         The caller must call `free` when it does not need the views any more.
 
@@ -527,9 +541,10 @@ class SegmentWriter:
                 return smallest
 
     def _add(self, total: int) -> bool:
-        """Creates a segment of at least `total` bytes, and removes unused segments if a limit is reached.
+        """Creates a segment of at least `total` bytes. Returns whether it was created.
 
-        Returns whether the segment was created. Returns False if the writer is closed.
+        Unused segments are removed first if this writer has `MAX_SEGMENTS_PER_LINK` segments, or if the pool creates
+        none. Returns False if that does not help, or if the writer is closed.
         """
         if self._is_closed or (len(self._segments) >= MAX_SEGMENTS_PER_LINK and not self._drop_oldest()):
             return False
@@ -555,10 +570,11 @@ class SegmentWriter:
         return False
 
     def _withdraw(self, segment: _WriterSegment) -> int:
-        """Marks a segment as in use and removes it from the list, unless a signal handler has just marked it as in use.
+        """Removes a segment from this writer, unless it is in use. Returns the state that the segment had.
 
-        Returns its state before: `_FREE`, `_IN_USE` (then nothing was changed), or `_KEPT` (the peer needs it for
-        ever). If it is not `_IN_USE`, the caller must call `_give_up`.
+        If the state is `_IN_USE`, nothing was changed: a signal handler has just taken the segment. Otherwise, that is
+        `_FREE` or `_KEPT` (the peer needs the segment for ever), the segment is marked as in use, and the caller must
+        call `_give_up`.
         """
         state = segment.claim()
         if state != _IN_USE:
@@ -566,9 +582,10 @@ class SegmentWriter:
         return state
 
     def _give_up(self, segment: _WriterSegment, state: int) -> None:
-        """Closes a segment that `_withdraw` has removed from the list, and counts it no longer in the pool.
+        """Closes a segment of this writer. The segment no longer counts towards the limits of the pool.
 
-        `state` is what `_withdraw` returned. The memory is freed at once only if that is `_FREE` and no view exists.
+        `state` is the state that the segment had before it was marked as in use. If `state` is `_FREE` and this process
+        has no views of the segment, the memory is freed at once.
         """
         if state == _FREE and not segment.has_views():
             segment.give_memory_back()
@@ -584,9 +601,10 @@ class SegmentWriter:
             return any(each.is_handed_out() and not each.is_mapped() for each in self._segments)
 
     def sweep(self, before: float) -> None:
-        """Removes free segments that were last used before `before`, and all that the peer keeps for ever.
+        """Removes free segments that were last used before `before`. Does nothing if there are none.
 
-        The peer keeps a segment for ever if a child that it forked may use it. Does nothing if there are none.
+        Also removes segments that the peer keeps for ever, because a child that it forked may use them. Segments of
+        which this process has views stay.
 
         Args:
             before: A time of the monotonic clock.
@@ -700,7 +718,7 @@ class _WriterSegment:
         self._bytes[_STATE_AT] = _FREE
 
     def is_handed_out(self) -> bool:
-        """Returns whether the segment was taken for the reader, which has neither freed it nor kept it for ever."""
+        """Returns whether the reader may be using the segment: this end has claimed it, and the state is `_IN_USE`."""
         return self._is_claimed and self.state() == _IN_USE
 
     def state(self) -> int:
@@ -821,7 +839,7 @@ class SegmentReader:
     def read(self, place: Place, sizes: Sequence[int]) -> list[memoryview]:
         """Returns the buffers of a frame as views of the segment that has them. Maps the segment if necessary.
 
-        When the last of the views is dropped, the segment becomes free for the writer.
+        When the last of the views is dropped, the segment becomes free for the writer; at once if `sizes` is empty.
 
         Args:
             place: The segment.
@@ -831,8 +849,8 @@ class SegmentReader:
             One writable view for each size.
 
         Raises:
-            OSError: The segment does not exist, has another number, is too small for these sizes, or still has views of
-                an earlier frame; or the writer has too many segments.
+            OSError: The segment does not exist, its number is not `place.number`, it is too small for these sizes, or
+                there are views of an earlier frame in it. Also raised if the writer has too many segments.
             CannotOpenError: This process may not, or cannot now, open or map the segment. The frame may be valid.
         """
         with self._lock:
@@ -852,8 +870,8 @@ class SegmentReader:
     def read_common(self, place: Place, lease: Place, sizes: Sequence[int]) -> list[memoryview]:
         """Returns the buffers of a frame as views of a common segment, which other workers read as well.
 
-        What this worker writes into the views, no other reader sees. When the last of them is dropped, the lease
-        becomes free for the writer.
+        This worker may write into the views: no other worker sees the changes. When the last of the views is dropped,
+        the lease becomes free for the writer; at once if `sizes` is empty.
 
         Args:
             place: The common segment.
@@ -865,7 +883,7 @@ class SegmentReader:
 
         Raises:
             OSError: One of the segments does not exist or has another number, the common one is too small for these
-                sizes, or the lease is in use.
+                sizes, the lease is in use, or the writer has too many segments.
             CannotOpenError: This process may not, or cannot now, open or map a segment. The frame may be valid.
         """
         # Mapped anew for each frame: pages that the program has changed are not those of the segment any more.
@@ -885,7 +903,10 @@ class SegmentReader:
         return _slices(memoryview(exporter).cast("B")[_DATA_AT:], _offsets(sizes), sizes)
 
     def _make_room(self) -> None:
-        """Unmaps the unused segment whose last use is the longest ago, if there are `_MAX_MAPPINGS` mappings.
+        """Makes sure that one more segment can be mapped.
+
+        Does nothing if there are fewer than `_MAX_MAPPINGS` mappings. Otherwise unmaps the unused segment whose last
+        use is the longest ago.
 
         Raises:
             OSError: All mappings are in use. A correct writer has fewer segments.
@@ -902,8 +923,8 @@ class SegmentReader:
     def find_returnable(self, buffers: Sequence[memoryview]) -> ReturnableBuffers | None:
         """Finds out whether buffers can be sent back to the writer in the segment in which they came.
 
-        They can if all of them are in one segment, and make up at least half of the bytes of the last frame in it. A
-        smaller part should be copied, because the writer could not use the whole segment meanwhile.
+        They can if all of them are in one segment, and make up at least half of the bytes of the last frame in it.
+        Fewer bytes should be copied: they would keep the writer from using the rest of the segment.
 
         Args:
             buffers: The buffers to send, at least one.
@@ -1072,7 +1093,7 @@ class _Mapping:
         self._state[_MAPPED_AT] = 0
 
     def keep_for_good(self) -> None:
-        """Marks the segment as kept, so that the writer never uses it again."""
+        """Marks the segment as needed for ever (`_KEPT`), so that the writer never writes into it again."""
         self._is_kept = True
         self._state[_STATE_AT] = _KEPT
 
@@ -1085,13 +1106,18 @@ class _Mapping:
         return bool(self.holders) or self.has_views()
 
     def is_held_only_by(self, holder: ReturnableBuffers) -> bool:
-        """Returns whether no view exists, only `holder` is inside `with`, and the segment is not kept for ever."""
+        """Returns whether `holder` is the only user of the segment, so that it can send the segment back.
+
+        Returns True only if `holder` is inside `with`, no other `ReturnableBuffers` of this segment is, and no view of
+        `new_views` exists. Returns False if the segment is kept for ever.
+        """
         return not self.has_views() and self.holders == [holder] and not self._is_kept
 
     def new_views(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns one view for each size in bytes, of the buffers of a new frame. Dropping the last frees the segment.
+        """Returns one view for each buffer of a new frame. `sizes` are the bytes of the buffers.
 
-        Raises `OSError` if the segment is in use or too small.
+        The segment is freed for the writer when all views were dropped; at once if `sizes` is empty. Raises `OSError`
+        if the segment is in use or too small.
         """
         filled = _end_of(sizes)
         if _DATA_AT + filled > len(self._memory) or self.is_in_use():
@@ -1114,8 +1140,9 @@ class _Mapping:
         """Tells the writer that it may use the segment again, unless the segment is in use or kept for ever.
 
         Args:
-            unfreed: The list `unfreed` of the frame that the segment is freed for. It is emptied. If it is empty
-                already, the segment was freed before, and nothing happens.
+            unfreed: The list that `new_views` has made for one frame. Its one item says that the segment was not freed
+                after that frame yet. This method removes the item, unless the segment is in use. If the list is empty,
+                nothing happens.
         """
         if self.is_in_use():
             return
@@ -1186,9 +1213,10 @@ def _lie_apart(offsets: Sequence[int], sizes: Sequence[int], capacity: int) -> b
 
 
 def _rounded_capacity(total: int) -> int:
-    """Returns the capacity for a segment that has to hold `total` bytes: at least `_MIN_CAPACITY`, and rounded up.
+    """Returns the capacity for a segment that has to hold `total` bytes: at least `_MIN_CAPACITY`.
 
-    Rounding makes it more likely that later frames fit as well.
+    A larger `total` is rounded up, so that later frames are more likely to fit as well. There are eight capacities from
+    one power of two to the next, at equal distances.
     """
     if total <= _MIN_CAPACITY:
         return _MIN_CAPACITY

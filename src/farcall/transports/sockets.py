@@ -46,7 +46,10 @@ class OwnSocket(socket.socket):
             pass  # not connected any more
 
     def abandon(self) -> None:
-        """Closes the child's copy of the descriptor at once, in a forked child. The stream of the parent stays open."""
+        """Closes the descriptor at once. Only for a forked child, which has a copy: the parent's stream stays open.
+
+        May be called twice.
+        """
         self.released = True
         self.close()
 

@@ -232,8 +232,8 @@ class StreamLink:
     def _handshake_bytes_missing(self) -> int:
         """Returns how many bytes to read next in the handshake.
 
-        These are the missing bytes up to the size of the next frame. If the size is known, they are the missing bytes
-        of the frame.
+        A frame begins with its size. While the size is not complete, returns the number of bytes up to its end. Then
+        returns how many bytes of the frame are missing.
         """
         head = _WORD_SIZE + (PROLOGUE_SIZE if self._prologue_is_due else 0)
         if len(self._rest) < head:
@@ -349,6 +349,8 @@ class StreamLink:
     def wait(self, seconds: float | None) -> bool:
         """Waits until bytes have arrived, the other end has closed the link, or the time is over.
 
+        An exception that a signal handler raises ends the wait, and is raised here.
+
         Args:
             seconds: How long to wait at most; None for no limit, 0 to only look.
 
@@ -357,7 +359,7 @@ class StreamLink:
             handler has received the bytes.
 
         Raises:
-            ConnectionAbortedError: This end was closed before. Exceptions of signal handlers are raised as well.
+            ConnectionAbortedError: This end was closed before the call.
         """
         sock = self._open_socket()  # keep a reference, so that `close` by another thread does not free the descriptor
         poll, self._poll = self._poll, None  # a signal handler that waits has to use another one
@@ -536,7 +538,8 @@ class StreamLink:
     def _is_sending(self) -> bool:
         """Returns whether this thread holds the lock for sending.
 
-        That is the case in a signal handler or a finalizer that interrupts a `send`. It must not wait for that `send`.
+        This is so in a signal handler or a finalizer that interrupts a `send`. Such code must not wait, because the
+        `send` cannot continue before the code returns.
         """
         return self._sender == get_ident()
 
@@ -607,9 +610,10 @@ class StreamLink:
         return sent
 
     def _enqueue(self, pieces: Iterable[Buffer]) -> None:
-        """Queues bytes, and asks the poller to call `flush` when the socket has room. The caller must hold the lock.
+        """Queues bytes, and asks the poller to call `flush` when the socket has room.
 
-        Raises `ConnectionAbortedError` in the handshake, when nothing may be queued.
+        The caller must hold the lock for sending. Raises `ConnectionAbortedError` in the handshake, when nothing may be
+        queued.
         """
         for piece in pieces:
             if len(piece):
@@ -627,9 +631,9 @@ class StreamLink:
             self._enqueue((self._appended.popleft(),))
 
     def _write_queue(self) -> None:
-        """Writes queued bytes as far as the socket accepts them. The caller must hold the lock.
+        """Writes queued bytes as far as the socket accepts them; none if the queue is empty.
 
-        Raises `ConnectionError` if the connection is closed or broken.
+        The caller must hold the lock for sending. Raises `ConnectionError` if the connection is closed or broken.
         """
         queue = self._queue
         while queue:
@@ -700,11 +704,13 @@ class StreamLink:
     def _send_contiguous(
         self, announcement: bytes, header: bytes, frame: Buffer, buffers: Sequence[memoryview]
     ) -> None:
-        """Sends or queues a large frame in one step, so that no other frame is between its chunks. Does not wait.
+        """Sends a large frame in one step, so that no other frame is between its chunks. Does not wait.
 
-        Copies the frame. So it is used only while `MAX_INTERLEAVED` other large frames are being sent, or where waiting
-        is not allowed. `announcement` is the internal frame that goes before the chunks, and `header` the header of
-        each chunk. Raises `ConnectionError` if the link is closed or broken.
+        Queues the bytes that the socket does not accept. Used only while `MAX_INTERLEAVED` other large frames are being
+        sent, or where waiting is not allowed, because it copies the whole frame.
+
+        `announcement` is the internal frame that goes before the chunks. `header` is the header of each chunk. Raises
+        `ConnectionError` if the link is closed or broken.
         """
         parts: list[Buffer] = [WORD.pack(len(announcement) | INTERNAL), announcement]
         for chunk in chunks_of(frame, buffers, CHUNK_BYTES):

@@ -39,13 +39,11 @@ _MAX_WAIT_S: Final = 3600.0
 class TcpTransport:
     """The transport with the scheme `tcp`, for workers on different hosts.
 
-    If `encryption`, the certificates of the worker, is given, links between hosts are encrypted. Links on loopback are
-    not, unless `even_on_loopback` is True.
-
     Args:
-        encryption: The certificates with which links between hosts are encrypted; None to encrypt no link.
-        even_on_loopback: Whether links on loopback are encrypted as well, for tests without a second host. Has no
-            effect if `encryption` is None.
+        encryption: The certificates of this worker, with which links between hosts are encrypted. None to encrypt no
+            link.
+        even_on_loopback: True to encrypt links on loopback as well, for tests without a second host. Has no effect if
+            `encryption` is None.
     """
 
     scheme = "tcp"
@@ -136,12 +134,14 @@ class TcpTransport:
     def _connect(
         self, address: str, timeout: float, handshake_limit: int, encryption_for: Callable[[str], Encryption | None]
     ) -> StreamLink:
-        """Connects to a listener. Tries the addresses of its host in turn, each for an equal share of the time.
+        """Connects to the listener at `address`, and returns the link, which is in its handshake.
 
-        `encryption_for` returns the certificates to use for a numeric address; None for no encryption.
+        Tries all numeric addresses of the host in turn, each for an equal share of `timeout`, which is in seconds.
+        `encryption_for` returns the certificates to use for a numeric address; None for no encryption. The link
+        receives frames of at most `handshake_limit` bytes before it is established.
 
-        Raises the error of the last address that was tried: `TimeoutError`, `EncryptionError`, another `ProtocolError`
-        if no worker listens there, or another `OSError`. An `OSError` is also raised for an address that is not valid.
+        Raises `OSError` if `address` is not valid. If no attempt succeeds, raises the error of the last one:
+        `TimeoutError`, `EncryptionError`, another `ProtocolError` if no worker listens there, or another `OSError`.
         """
         deadline = monotonic() + timeout
         host, port = _parse_address(address)
@@ -239,11 +239,10 @@ class TcpListener:
 
 
 class _LoopbackLink(StreamLink):
-    """A link that was accepted on loopback, by a worker that has certificates. It may be encrypted or not.
+    """A link that was accepted on loopback, by a worker that has certificates.
 
-    The first byte that arrives shows whether the other end encrypts.
-
-    The constructor sends nothing.
+    The other end decides whether the link is encrypted: the first byte that arrives shows it. The constructor sends
+    nothing.
 
     Args:
         sock: The connected socket. The link takes it over and closes it.
@@ -262,8 +261,8 @@ class _LoopbackLink(StreamLink):
         Before the first frame, finds out whether the other end encrypts.
 
         Raises:
-            ConnectionError: The link is closed or broken, or the other end has closed it and all frames were returned
-                before.
+            ConnectionError: The link is closed or broken, the TLS handshake has failed, or the other end has closed the
+                link and all frames were returned before.
             ProtocolError: The other end has sent bytes that are not a frame, or a frame that is too large.
         """
         if self._encryption is not None:
@@ -296,7 +295,8 @@ class _LoopbackLink(StreamLink):
 def _encrypt(sock: socket.socket, encryption: Encryption, seconds: float) -> OwnSocket:
     """Returns an encrypted socket over a connected one, after the TLS handshake.
 
-    Raises `TimeoutError` after `seconds`, and `OSError` if the TLS handshake fails.
+    Raises `TimeoutError` if the handshake is not done after `seconds`; with 0, unless it can be completed at once.
+    Raises another `OSError`, such as `EncryptionError`, if the handshake fails.
     """
     from farcall.transports.tls import TlsSocket  # imported here, because it imports ssl
 

@@ -246,9 +246,11 @@ class TlsSocket(OwnSocket):
     def _receive_one_record(self, size: int) -> bytes | None:
         """Receives and decrypts a TLS record if exactly one has arrived: the fast path of `recv` for small frames.
 
-        Returns the data; empty bytes at the end of the stream. Returns None if the caller must use `recv_into` instead:
-        `size` is small, the TLS handshake is not done, or not exactly one record with data has arrived. Raises
-        `OSError` if the connection is broken.
+        `size` is the most bytes to return. Returns the data; empty bytes if the end of the stream has arrived. Returns
+        None in all other cases; then the caller must use `recv_into`. That is so if more or less than one record with
+        data has arrived, an earlier record is not processed completely, `size` is not larger than the largest record,
+        the TLS handshake is not done, or an earlier call has found the end of the stream. Raises `OSError` if the
+        connection is broken.
         """
         sure = min(size, _BLOCK) - _RECORD - _OVERHEAD  # as in `_receive`
         if sure <= 0 or not self._ready or self._is_inside_record() or self._ended:
@@ -273,10 +275,10 @@ class TlsSocket(OwnSocket):
         return data
 
     def _record_without_data(self, error: OSError) -> None:
-        """Counts a TLS record without data, if `error` is what OpenSSL raises for such a record.
+        """Counts a TLS record without data. `error` is the error of OpenSSL when it decrypted the record.
 
-        For any other `error`, raises an `OSError` that explains it. Raises `ProtocolError` if there were too many
-        records without data.
+        For a record without data, `error` is an `SSLWantReadError`. For any other `error`, counts nothing, and raises
+        an `OSError` that explains it. Raises `ProtocolError` if there were more than `MAX_EMPTY_RECORDS` such records.
         """
         import ssl
 
@@ -345,9 +347,9 @@ class TlsSocket(OwnSocket):
     def _receive_much(self, view: memoryview, size: int) -> int | None:
         """Receives at most `size` encrypted bytes into a buffer, and decrypts all whole records of them into `view`.
 
-        For a `view` that is larger than `size` by at least one record, so that no data is left over. Returns the number
-        of decrypted bytes, which may be 0; None at the end of the stream. Raises `BlockingIOError` if no bytes have
-        arrived.
+        `view` must be larger than `size` by at least the largest record, so that no data is left over. That is not
+        checked. Returns the number of decrypted bytes, which may be 0; None at the end of the stream. Raises
+        `BlockingIOError` if no bytes have arrived.
         """
         buffer = _take_buffer()
         try:
@@ -361,11 +363,11 @@ class TlsSocket(OwnSocket):
             _free_buffers.append(buffer)
 
     def _receive_little(self, view: memoryview) -> int | None:
-        """Receives about one TLS record, and decrypts it into `view`, which may be too small for its data.
+        """Receives at most as many bytes as the largest TLS record has, and decrypts whole records into `view`.
 
-        Data that does not fit is kept for the next call. Meanwhile one byte stays in the kernel, so that poll shows the
-        socket as readable. Returns the number of decrypted bytes, which may be 0; None at the end of the stream. Raises
-        `BlockingIOError` if no bytes have arrived.
+        `view` may be too small for the data. The rest stays in this object for the next call. So that poll shows the
+        socket as readable until then, the last received byte also stays in the kernel. Returns the number of decrypted
+        bytes, which may be 0; None at the end of the stream. Raises `BlockingIOError` if no bytes have arrived.
         """
         data = super().recv(_RECORD + _OVERHEAD, socket.MSG_PEEK)
         if not data:
@@ -438,9 +440,10 @@ class TlsSocket(OwnSocket):
         return records > 0
 
     def _record_part(self, data: memoryview | bytes) -> int:
-        """Returns how many bytes at the beginning of `data` belong to the current TLS record, and counts them as read.
+        """Returns how many bytes at the beginning of `data` belong to the current TLS record; 0 if `data` is empty.
 
-        `data` are the encrypted bytes that follow those of earlier calls. Returns 0 if `data` is empty.
+        `data` are the encrypted bytes after those that earlier calls have counted. Each call counts the bytes that it
+        returns: the next `data` must begin after them.
         """
         header = self._header
         size = 0
@@ -477,8 +480,8 @@ class TlsSocket(OwnSocket):
         """Encrypts and sends data, as much as the kernel accepts. Does not wait, whatever the timeout is.
 
         Args:
-            data: The data. Bytes that were not accepted must come first in the next call, because they may be encrypted
-                already. This is not checked.
+            data: The data. If not all bytes were accepted, the next call must begin with the rest, because it may be
+                encrypted already. This is not checked.
             flags: Ignored.
 
         Returns:
@@ -494,8 +497,8 @@ class TlsSocket(OwnSocket):
         """Encrypts and sends several buffers, as much as the kernel accepts. Does not wait, whatever the timeout is.
 
         Args:
-            buffers: The buffers. Bytes that were not accepted must come first in the next call, because they may be
-                encrypted already. This is not checked.
+            buffers: The buffers. If not all bytes were accepted, the next call must begin with the rest, because it may
+                be encrypted already. This is not checked.
             *_: Ignored.
 
         Returns:
@@ -553,8 +556,8 @@ class TlsSocket(OwnSocket):
     def _send_in_blocks(self, buffers: Sequence[Buffer]) -> int:
         """Encrypts and sends buffers, about `_BLOCK` bytes at a time. Returns how many bytes were accepted, perhaps 0.
 
-        The first `_owed` bytes were encrypted and sent by earlier calls, and are only counted. Raises `OSError` if the
-        connection is broken.
+        The first `_owed` bytes are not sent again, but count as accepted: an earlier call has encrypted them without
+        counting them, and they were sent since. Raises `OSError` if the connection is broken.
         """
         total = min(self._owed, sum([len(buffer) for buffer in buffers]))
         self._owed -= total
@@ -579,10 +582,12 @@ class TlsSocket(OwnSocket):
             raise explained(cast("ssl.SSLError", error), self._has_begun) from error
 
     def _send_encrypted(self, size: int) -> int:
-        """Sends all encrypted bytes in `_outgoing`. They contain `size` bytes of data.
+        """Empties `_outgoing`, and sends its encrypted bytes as far as the kernel accepts them.
 
-        Returns how many bytes of data were accepted, in whole records; the rest is kept in `_unsent`. All records but
-        the last must be of the largest size. Raises `OSError` if the connection is broken.
+        `size` is the number of bytes of data, before encryption, in `_outgoing`. All its TLS records but the last must
+        have the largest size. Returns the number of bytes of data in the records that the kernel has accepted as a
+        whole, perhaps 0. Keeps encrypted bytes that were not accepted in `_unsent`, and sets `_owed` to the bytes of
+        data that are not in the result. Raises `OSError` if the connection is broken.
         """
         encrypted = self._outgoing.read()
         try:
@@ -700,9 +705,10 @@ class TlsSocket(OwnSocket):
 
 
 def _whole_records(buffers: Sequence[Buffer], begin: int) -> Iterator[Buffer]:
-    """Yields the bytes of all buffers in pieces of whole TLS records, each of `_RECORD` bytes.
+    """Yields the bytes of all buffers in order, in pieces that fill whole TLS records.
 
-    Only the last record may be shorter. Yields nothing if no bytes are left.
+    The length of each piece but the last is a multiple of `_RECORD`, at most `_BLOCK`. The last piece may be shorter
+    than `_RECORD`. Yields nothing if no bytes are left.
 
     Args:
         buffers: The buffers; some may be empty.

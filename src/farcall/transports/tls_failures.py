@@ -66,10 +66,11 @@ def not_tls(beginning: bytes) -> ProtocolError:
     """Returns the error to raise for a connection whose first bytes are not TLS.
 
     Args:
-        beginning: The first bytes that were received.
+        beginning: The first bytes that were received. If there are none, the other end is taken for a worker that does
+            not encrypt.
 
     Returns:
-        An `EncryptionError` if the other end is a worker that does not encrypt; otherwise a `ProtocolError`.
+        An `EncryptionError` if `beginning` is from a worker that does not encrypt; otherwise another `ProtocolError`.
     """
     if is_plain(beginning):
         return EncryptionError(f"the other side does not encrypt, and this worker does: {_ALIKE}")

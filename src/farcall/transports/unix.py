@@ -169,7 +169,9 @@ class UnixLink(StreamLink):
     def _set_up(self, options: LinkOptions, deadline: float) -> None:
         """At the connecting end: offers the other end a ring and a shared segment, and waits for the answer.
 
-        The ring is used if the other end has accepted it. `deadline` is a time of the monotonic clock.
+        A shared segment is memory for large buffers. The ring is used if the other end accepts it; otherwise frames go
+        through the socket. If this end cannot have a ring or a segment, it does not offer that. `deadline` is a time of
+        the monotonic clock.
 
         Raises:
             ConnectionError: The other end has closed the link, or this process has no descriptors left.
@@ -204,8 +206,8 @@ class UnixLink(StreamLink):
     def _use_offered_ring(self, memory: int, options: LinkOptions) -> None:
         """At the connecting end: uses the ring that this end has offered and the other end has accepted.
 
-        `memory` is the memfd of the ring; -1 if none was offered. `_descriptors` has the two events that the other end
-        has sent.
+        `memory` is the memfd of the ring; -1 if none was offered. `_descriptors` has the two events (eventfds)
+        that the other end has sent.
 
         Raises:
             ProtocolError: No ring was offered, or the descriptors of the other end are not events.
@@ -222,10 +224,10 @@ class UnixLink(StreamLink):
         self._descriptors = []
 
     def _send_with_descriptors(self, internal: bytes, descriptors: list[int]) -> None:
-        """Sends an internal frame and file descriptors through the socket, which must have room for them.
+        """Sends `internal`, a frame for the link at the other end, and file descriptors through the socket.
 
-        `descriptors` may be empty. Raises `ConnectionError` if the connection is closed or broken, or if there is no
-        room.
+        `descriptors` may be empty. Does not wait: the socket must have room for them. Raises `ConnectionError` if the
+        connection is closed or broken, or if there is no room.
         """
         sock = self._open_socket()
         data = WORD.pack(len(internal) | INTERNAL) + internal
@@ -243,8 +245,9 @@ class UnixLink(StreamLink):
         """At the connecting end: waits for SETUP_DONE, the answer to the offer of a ring and a shared segment.
 
         Returns the flags of the answer, the descriptor of a segment that the other end offers (negative for none), and
-        the token of the other end's segments. Raises `TimeoutError` after the time `deadline` of the monotonic clock,
-        `ConnectionError` if the other end has closed the link, and `ProtocolError` if something else arrives.
+        the token with which all segments of the other end begin. Raises `TimeoutError` after the time `deadline` of the
+        monotonic clock, `ConnectionError` if the other end has closed the link, and `ProtocolError` if something else
+        arrives.
         """
         self._due_kind = SETUP_DONE
         while self._due_kind:
@@ -335,12 +338,12 @@ class UnixLink(StreamLink):
     def _accept_ring(self, descriptors: list[int], options: LinkOptions) -> int:
         """At the accepting end: maps the ring that was offered, and uses it from now on.
 
-        `descriptors` are the memory of the ring and two events. If the ring is used, the events are removed from the
-        list.
+        `descriptors` are the memory of the ring and two events (eventfds). They are fewer if this process has no
+        descriptors left. If the ring is used, the events are removed from the list.
 
-        Returns a flag for SETUP_DONE: `_RING_MAPPED`; `_RING_POSSIBLE_LATER` if this process lacks descriptors or
-        memory; 0 if the memory is not that of a ring. Raises `ProtocolError` if the last two descriptors are not
-        events.
+        Returns a flag for SETUP_DONE, the answer to the offer. `_RING_MAPPED`: the ring is used.
+        `_RING_POSSIBLE_LATER`: this process lacks descriptors or memory. 0: the first descriptor is not a valid ring.
+        Raises `ProtocolError` if the last two of three descriptors are not events.
         """
         if len(descriptors) != 3:  # this process has no descriptors left
             return _RING_POSSIBLE_LATER
@@ -357,10 +360,10 @@ class UnixLink(StreamLink):
         return _RING_MAPPED
 
     def _hold_back(self, frame: bytes, buffers: list[memoryview] | None) -> bool:
-        """Keeps a frame that this end sends, with copies of its buffers, until the link is set up. Empties `buffers`.
+        """If the link is not set up yet: stores a frame, with copies of its buffers, and returns True.
 
-        Returns True. `_send_held_back` sends the frame later. Returns False, and changes nothing, if the link is set up
-        already, and always at the end that connected: that end is set up before it sends.
+        Then `buffers` is emptied, and `_send_held_back` sends the frame later. If the link is set up, changes nothing
+        and returns False: the caller must send the frame. The connecting end always gets False.
         """
         with self._setup_lock:
             if self._before_setup is None:
@@ -387,7 +390,8 @@ class UnixLink(StreamLink):
         Args:
             memory: The memfd of the ring.
             side: 0 at the connecting end, 1 at the accepting end.
-            events: The two events of the other end. The link closes them.
+            events: The descriptors of two eventfds of the other end. This end wakes the other end by writing to them.
+                The link closes them. If `OSError` is raised, the caller must.
             options: The options of the link.
 
         Raises:
@@ -427,12 +431,13 @@ class UnixLink(StreamLink):
         return frames
 
     def _check_hang_up(self) -> None:
-        """Raises an error if the other end has closed the link. Called when the ring was empty.
+        """Raises an error if the link has ended. Called when `receive` has found no frames in the ring.
 
-        Does nothing if the link is open, or if the ring has frames again.
+        Does nothing if the link is open. Does nothing either if frames have come into the ring since: they must be
+        received first.
 
         Raises:
-            ConnectionResetError: The other end has closed the link, and the ring is empty.
+            ConnectionResetError: The other end has closed the link, or the connection is broken.
             ProtocolError: The other end has sent bytes through the socket, although the link has a ring.
         """
         failure: ConnectionError = ConnectionResetError("the other end closed the connection")
@@ -474,7 +479,9 @@ class UnixLink(StreamLink):
         return super()._receive_internal(data)
 
     def _receive_long(self, data: bytes) -> Frame | None:
-        """Adds a LONG piece to the internal frame that it belongs to. With the last piece, processes that frame.
+        """Processes a LONG piece, a part of an internal frame that is too long for the ring.
+
+        Adds `data` to the earlier pieces of the same internal frame. With the last piece, processes that frame.
 
         Returns the frame for the user of the link if the internal frame contains or completes one, else None.
 
@@ -504,9 +511,10 @@ class UnixLink(StreamLink):
             super().wake()
 
     def note_hang_up(self) -> None:
-        """Tells this link that the other end has closed it. `wait` in another thread ends; later waits end at once.
+        """Ends `wait` in another thread, and makes later waits end at once. Raises nothing.
 
-        Without a ring this does nothing, because the socket itself ends the wait.
+        To be called when the other end has closed the link. Does nothing if the link has no ring: then the closed
+        socket itself ends the wait.
         """
         ring = self.ring
         if ring is not None:
@@ -589,7 +597,10 @@ class UnixLink(StreamLink):
             self._queue_for_ring((None, b"".join(parts)))
 
     def _long_pieces(self, data: bytes) -> list[bytes]:
-        """Splits an internal frame into LONG pieces that fit into the ring. Returns `[data]` if `data` fits itself."""
+        """Splits an internal frame into LONG pieces: parts with a header each, which fit into the ring.
+
+        Returns `[data]` if `data` fits as it is.
+        """
         if len(data) <= _RING_WHOLE_MAX_BYTES:
             return [data]
         number, step = next(self._numbers), _RING_WHOLE_MAX_BYTES - _LONG.size
@@ -657,7 +668,7 @@ class UnixLink(StreamLink):
         return True
 
     def _max_chunk_bytes(self) -> int:
-        """Returns the most bytes of a chunk, a piece of a large frame, without its header; fewer with a ring."""
+        """Returns the most bytes of a chunk, a piece of a large frame, without its header."""
         return super()._max_chunk_bytes() if self.ring is None else _RING_WHOLE_MAX_BYTES - CHUNK_HEADER_SIZE
 
     def _send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> None:
@@ -681,9 +692,9 @@ class UnixLink(StreamLink):
     ) -> None:
         """Queues a large frame in one step, and sends as much of it as there is room for. Does not wait.
 
-        So its chunks are not mixed with those of other frames that are sent by this method. `announcement` is the
-        internal frame that goes before the chunks, and `header` the header of each chunk. Raises `ConnectionError` if
-        the link is closed or broken.
+        The large frame is `frame` and `buffers`, which are sent in chunks. `announcement` is the internal frame that
+        goes before the chunks. `header` is the header of each chunk. If several threads call this method, their chunks
+        are not mixed. Raises `ConnectionError` if the link is closed or broken.
         """
         if self.ring is None:
             super()._send_contiguous(announcement, header, frame, buffers)
@@ -752,11 +763,11 @@ class UnixLink(StreamLink):
     # The end
 
     def should_be_replaced(self) -> bool:
-        """Returns whether a new link to the other end may be faster than this one, and this process can make one now.
+        """Returns whether to replace this link by a new one, because this one has no ring and a new one may get it.
 
-        That is so at the connecting end, some seconds after the link was made without a ring, if one of the two
-        processes was short of descriptors or memory then. False for all other links. A link without a ring never gets
-        one later.
+        True only if all of this holds: this is the connecting end; the link got no ring because one of the two
+        processes was short of descriptors or memory; some seconds have passed since; this process has enough free
+        descriptors for a new link.
         """
         return monotonic() >= self._replace_at and _has_free_descriptors(_DESCRIPTORS_OF_LINK)
 
@@ -766,9 +777,9 @@ class UnixLink(StreamLink):
             self._shared.sweep(before)
 
     def prepare_fork(self) -> None:
-        """Must be called before this process forks. Keeps the received buffers of the child unchanged.
+        """Must be called before this process forks. Makes sure that buffers that the child inherits do not change.
 
-        A forked child inherits buffers in shared memory. From now on neither end reuses that memory for other frames.
+        Such buffers are in shared memory. From now on neither end reuses that memory for other frames.
         """
         if self._shared is not None:
             self._shared.prepare_fork()
@@ -843,9 +854,10 @@ def _has_free_descriptors(count: int) -> bool:
 
 
 def _is_ring_memory(descriptor: int) -> bool:
-    """Returns whether a descriptor is a memfd with the size, the seals and the access mode of `_new_ring_memory`.
+    """Returns whether a descriptor is a memfd with the same size, seals and access as those of `_new_ring_memory`.
 
-    Without the seals, the other end could shrink the memory, and this process would die of SIGBUS.
+    Without the seals, the other end could shrink the memory, and this process would die of SIGBUS. False if the
+    descriptor is not a memfd or not open.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -881,8 +893,8 @@ class UnixTransport:
     The constructor creates no directory.
 
     Args:
-        roots: Directories in which the directory of the sockets may be created; the first that works is used. None
-            stands for the system's temporary directory, and `/tmp` in case that path is too long for a socket.
+        roots: Directories in which `listen` may create the directory of the sockets. It uses the first that works, and
+            raises `OSError` if there is none. None stands for the system's temporary directory, and then `/tmp`.
     """
 
     scheme = "unix"
@@ -1051,9 +1063,9 @@ def _parse_address(address: str) -> bytes:
 
 
 def _peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Returns the ids of process, user and group at the other end, as the kernel knows them.
+    """Returns the process id, the user id and the group id of the process at the other end.
 
-    Raises `OSError` if the socket is closed.
+    The process id is 0 if the kernel does not know it. Raises `OSError` if the socket is closed.
     """
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, group = struct.unpack("3i", found)
@@ -1084,11 +1096,11 @@ def _shared_directory(root: str) -> str:
 
 
 def _choose_directory(roots: Iterable[str]) -> tuple[str, bool]:
-    """Returns a directory for a socket, which only this user can access. Creates it if necessary.
+    """Returns a directory for a new socket, in the first of `roots` that works. Only this user can access it.
 
-    The second value is True if the directory was created for this socket alone, and False if it is shared by all
-    sockets of this user. Uses the first of `roots` that works. Raises `OSError` if no directory is writable, or all
-    paths are too long for a socket.
+    Creates the directory if necessary. Returns its path and a flag. The flag is True if the directory was created for
+    this socket alone, and False if all sockets of this user share it. Raises `OSError` if `roots` is empty, no
+    directory is writable, or all paths are too long for a socket.
     """
     refused = []
     for root in roots:
@@ -1144,7 +1156,8 @@ def _remove_dead_sockets(directory: str) -> None:
 def _is_dead(path: str) -> bool:
     """Returns whether no process listens on the socket at `path`.
 
-    False if the path does not exist, and for a path that ends in `.new` and is less than a minute old.
+    False if the path does not exist. Also False for a path that ends in `.new` and is less than a minute old: its
+    process may be about to listen.
     """
     if path.endswith(".new") and _age_s(path) < _GRACE_S:
         return False
