@@ -438,8 +438,11 @@ def remote_call(network: SimulatedNetwork) -> int:
 
 
 def deliver_all(network: SimulatedNetwork) -> None:
+    """Delivers all frames, and has each worker do what it has put off."""
     while network.frames:
         assert network.step("deliver", min(network.frames))
+        for worker in list(network.workers):
+            network.step("work", worker)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -519,5 +522,6 @@ def test_a_cancel_of_another_workers_remote_call_is_refused() -> None:
     store.refusals.is_strict = False
     assert handle.fork is not None
     store.receive_control(2, pack_control(0, [(1, CancelCreate(handle.reference, handle.fork))]))
+    store.process()
     assert network.workers[1].invocations
     assert store.refusals.counts() == {2: 1}
