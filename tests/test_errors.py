@@ -23,7 +23,7 @@ class Drawn(NamedTuple):
     builtin: str | None
 
 
-LINE = re.compile(r"^ {4}(?P<branches>[│├└─ ]*)(?P<name>[A-Z]\w+)(?:\s*\((?P<builtin>[\w.]+Error)\))? +\S")
+LINE = re.compile(r"^ {4}(?P<branches>[│├└─ ]*)(?P<name>[A-Z]\w+)(?:\s*\((?P<builtin>[\w.]+(?:Error|Group))\))? +\S")
 
 
 def drawing() -> list[Drawn]:

@@ -296,7 +296,9 @@ class FaultyLink:
         poll = select.poll()
         poll.register(end, select.POLLIN)
         wake_up = self._wake_up
-        poll.register(wake_up.fileno(), select.POLLIN)
+        event = wake_up.fileno()
+        if event >= 0:
+            poll.register(event, select.POLLIN)
         before, until = self._reads, FOREVER if seconds is None else monotonic() + seconds
         while True:
             if wake_up.take():
@@ -355,6 +357,7 @@ class FaultyLink:
         if end is not None:
             end.abandon()
         self._relay_end.close()
+        self._wake_up.close()
         self._inner.abandon()
 
     # Passing frames on

@@ -814,8 +814,9 @@ class StreamLink:
             sock.release()
 
     def abandon(self) -> None:
-        """Closes the descriptor in a forked child. The link stays open in the parent. Raises nothing."""
+        """Closes the descriptors in a forked child. The link stays open in the parent. Raises nothing."""
         self._is_closed = True
+        self._wake_up.close()
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.abandon()

@@ -50,6 +50,11 @@ class WakeUp:
                 os.eventfd_read(self._event)
         return True
 
+    def close(self) -> None:
+        """Closes the descriptor, if there is one. No thread may wait any more."""
+        event, self._event = self._event, -1
+        if event >= 0:
+            os.close(event)
+
     def __del__(self) -> None:
-        if self._event >= 0:
-            os.close(self._event)
+        self.close()
