@@ -303,6 +303,7 @@ def becomes(wanted, count):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not farcall.native_available(), reason="there are no rings without the C extension")
 @pytest.mark.parametrize("short", [0, 1], ids=["at the caller", "at the callee"])
 def test_connections_made_without_descriptors_get_rings_later(tmp_path: Path, short: int) -> None:

@@ -208,6 +208,7 @@ TORCH_LIMIT = 150.0
 """Four processes import torch and compile optimizers."""
 
 
+@pytest.mark.long
 @needs_torch
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TORCH_LIMIT)
@@ -225,6 +226,7 @@ def test_training_with_a_server_brings_the_losses_down_and_draws_them(tmp_path: 
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 @needs_torch
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TORCH_LIMIT)
