@@ -397,7 +397,10 @@ class Future(Generic[T]):
         return self._source if isinstance(self._source, Future) else None
 
     def cancel_alone(self) -> bool:
-        """As `cancel`, without what this future is derived from."""
+        """Cancels this future, but not the future or call from which it was made, such as by `then`.
+
+        Returns True if the future was cancelled; False, with nothing changed, if it was complete already.
+        """
         with _settling:
             if self._state:
                 return False

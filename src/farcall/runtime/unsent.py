@@ -41,7 +41,10 @@ class Unsent(Protocol):
     made_at: float
 
     def send(self, connection: ClientConnection) -> None:
-        """Sends the call on `connection`. Called at most once. Does not wait, and raises no `Exception`."""
+        """Sends the call on `connection`, which was just opened. Is called at most once, and does not wait.
+
+        A failure is not raised: it becomes the error of the call's future.
+        """
 
     def fail(self, error: RpcError) -> None:
         """Called instead of `send` if connecting has failed. `error` says why. Raises nothing."""
